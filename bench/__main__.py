@@ -1,4 +1,4 @@
-"""Runs all benchmarks: `python -m bench`; or some of them by name: `python -m bench web sqlite`."""
+"""Run all benchmarks (`python -m bench`), or some of them by name (`python -m bench web sqlite`)."""
 
 from __future__ import annotations
 

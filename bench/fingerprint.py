@@ -1,6 +1,6 @@
 """Microseconds to fingerprint a JSON body, compared with orjson and with the standard library.
 
-    python bench/fingerprint.py
+    python -m bench.fingerprint
 
 The other two are lossy: they round numbers to doubles and accept repeated members.
 """
@@ -21,7 +21,7 @@ SECRET = b"only for this benchmark, no secret"
 
 
 def order(lines: int) -> bytes:
-    """Return an order with so many lines as a Python client sends it, with spaces and decimal prices."""
+    """Return an order with *lines* lines as a Python client sends it, with spaces and decimal prices."""
     address = {"line1": "1 Main Street", "city": "Springfield", "postcode": "12345", "country": "US"}
     customer = {"id": "cus_9f8e7d6c", "email": "jane.doe@example.com", "name": "Jane Doe", "address": address}
     body = {"order_id": "ord_9f8e7d6c5b4a", "amount": 1999.50, "currency": "EUR", "capture": True, "note": None}
@@ -44,16 +44,16 @@ def with_standard_library(body: bytes) -> str:
     return hashlib.sha256(json.dumps(json.loads(body), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def fingerprinted(**settings: object) -> Callable[[bytes], str]:
+def fingerprint_with(**settings: object) -> Callable[[bytes], str]:
     make = Fingerprinter(**settings).fingerprint  # type: ignore[arg-type]
     return lambda body: make("POST", "/orders", "", "application/json", body)
 
 
 CONTENDERS: dict[str, Callable[[bytes], object]] = {
-    "fingerprint": fingerprinted(),
-    "fingerprint, exclude": fingerprinted(exclude=["note", "/customer/email"]),
-    "fingerprint, secret": fingerprinted(secrets=[SECRET]),
-    "fingerprint, raw": fingerprinted(mode="raw"),
+    "fingerprint": fingerprint_with(),
+    "fingerprint, exclude": fingerprint_with(exclude=["note", "/customer/email"]),
+    "fingerprint, secret": fingerprint_with(secrets=[SECRET]),
+    "fingerprint, raw": fingerprint_with(mode="raw"),
     "orjson, sorted": with_orjson,
     "orjson, sorted, SHA-256": with_orjson_and_digest,
     "json, sorted, SHA-256": with_standard_library,

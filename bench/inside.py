@@ -1,7 +1,7 @@
 """Processor time of a guarded request, without a server or sockets: `python -m bench.inside [store ...]`.
 
-Each figure is the process's own time per call, of all threads together, the least of several rounds, because other work
-on the machine makes calls slower, but hardly changes their processor time.  Each request has its own task, as in a server.
+Each figure is the processor time per call of all threads, the least of several rounds.  Other work on the machine makes
+calls slower, but hardly changes their processor time.  Each request has its own task, as in a server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def app(contender: str, store: str = "") -> Any:
 
 
 def request(app: Any, method: str, path: str, key: Callable[[], int]) -> Call:
-    """Return a function that calls *app* as a server does; the body is one message, and the response is discarded."""
+    """Return a function that calls *app* as a server does, with a body of one message, and discards the response."""
 
     async def call() -> None:
         number = key()
@@ -85,7 +85,7 @@ def awaited(guard: Guard) -> Call:
 
 
 async def cost(call: Call, callers: int) -> float:
-    """Return microseconds of processor time per call, in a round with so many concurrent callers."""
+    """Return microseconds of processor time per call, in a round of *callers* concurrent callers."""
 
     async def caller() -> None:
         for _ in range(CALLS // callers):
@@ -105,7 +105,7 @@ def blocking(guard: Guard) -> float:
 
 
 async def measure(url: str) -> dict[str, float]:
-    """Return the least time of each kind of call."""
+    """Return the least processor time of each kind of call."""
     bare, door, guard = app("bare"), app("oncemore", url), Guard(url)
     new, same = COUNTER.__next__, lambda: -1
     calls: dict[str, Call] = {

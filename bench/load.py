@@ -1,4 +1,4 @@
-"""An HTTP load generator: several connections, each sends its next request when its last was answered."""
+"""An HTTP load generator.  Each of its connections sends the next request when the last one was answered."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Round:
 
 
 def load(port: int, request: Callable[[], bytes], seconds: float, connections: int = CONNECTIONS) -> Round:
-    """Run one round against a server on this machine."""
+    """Run one round against a server on this machine, and return its results."""
 
     async def run() -> Round:
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""The outbox: an added message beside the transaction without it, and a relay beside its broker's client.
+"""The outbox: a transaction with a message compared with one without, and a relay compared with its broker's client.
 
     python -m bench.outbox          on its own PostgreSQL and NATS server
 
-Each ratio is the median of ROUNDS rounds whose two sides follow each other, and only ratios of one run count.
+Each ratio is the median of several rounds, in which the two sides take turns.  Only ratios of one run count.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.support.servers import PostgresServer
 
 ROUNDS, SECONDS, THREADS = 7, 0.7, 4
 DRAINED, SENT, GONE = 100_000, 20_000, 1_000_000
-PRODUCERS, PRODUCING, WARM = 4, 10.0, 2.0  # processes, and the seconds that they add messages
+PRODUCERS, PRODUCING, WARM = 4, 10.0, 2.0  # processes; seconds of adding; seconds that are not measured
 DATA = {"id": "rf_1", "amount": 1000, "text": "x" * 150}
 NUMBERS = itertools.count()
 
 
 class NoBroker:
-    """Stores nothing, at once."""
+    """Confirms each message immediately, and stores nothing."""
 
     url, channel, group, window = "none://", "none", "", None
 
@@ -53,7 +53,7 @@ class NoBroker:
 
 
 def rate(guard: Guard, perform: Callable[[Op], None]) -> float:
-    """Operations per second, by some threads."""
+    """Return operations per second of THREADS threads."""
     counts: list[int] = []
     ends = time.perf_counter() + SECONDS
 
@@ -108,7 +108,7 @@ def drain(relay: Relay) -> float:
 
 
 def time_claims(url: str, outbox: Outbox, relay: Relay) -> float:
-    """The median seconds of a claim, while some rows are sent."""
+    """Return the median seconds of a claim, while SENT rows are sent."""
     fill(url, outbox, SENT)
     times, claim = [], RelayRun._claim
 
@@ -183,9 +183,9 @@ def measure_nats(url: str, plain_url: str, nats: str) -> None:
 
 
 class TimedBroker:
-    """A broker that notes for how long each message was under way, from `outbox.add` to the broker's confirmation.
+    """A broker that records the lag of each message, from `outbox.add` to the broker's confirmation.
 
-    Not those of the first WARM seconds: a relay that had nothing to do looks once a second only.
+    It ignores the first WARM seconds, because a relay that had nothing to do looks only once a second.
     """
 
     def __init__(self, broker: Broker) -> None:
@@ -208,7 +208,7 @@ class TimedBroker:
 
 
 def produce(url: str, plain_url: str, rate: float | None, ready: Any) -> None:
-    """Add ten messages in each transaction for PRODUCING seconds; at most *rate* messages a second."""
+    """Add ten messages in each transaction for PRODUCING seconds, with at most *rate* messages a second."""
     outbox = Outbox(Guard(url), source="steady")
     with psycopg.connect(plain_url) as connection:
         ready.wait()
@@ -231,7 +231,7 @@ def send(url: str, nats: str, results: Any) -> None:
 
 
 def make_and_send(url: str, plain_url: str, nats: str, rate: float | None = None) -> tuple[float, list[float]]:
-    """Run a relay and PRODUCERS producers, each a process: messages a second until all are sent, and the sorted lags."""
+    """Run a relay and PRODUCERS producers, each in a process.  Return messages a second, and the sorted lags."""
     processes = multiprocessing.get_context("spawn")
     results: Any = processes.Queue()
     relay = processes.Process(target=send, args=(url, nats, results))

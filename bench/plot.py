@@ -9,7 +9,7 @@ LEFT, WIDTH, BAR, GAP = 250, 420, 14, 14
 
 
 def bars(title: str, series: list[str], groups: list[tuple[str, list[float]]], *, mark: float | None = None) -> str:
-    """Return horizontal bars, one group per name with one bar per series; *mark* draws a line at that value."""
+    """Return horizontal bars, one group per name with one bar per series.  *mark* draws a line at that value."""
     most = max([mark or 0.0, *(value for _, values in groups for value in values)]) * 1.08
     step = BAR * len(series) + GAP
     height = 60 + step * len(groups) + 10

@@ -1,10 +1,10 @@
-"""Pairs of claim and settle on PostgreSQL: raw, raw in batches, and through the guard; about 25 seconds.
+"""Pairs of claim and settle on PostgreSQL: raw, raw in batches, and through the guard.  It takes about 25 seconds.
 
     python -m bench.postgres [postgresql://...]
 
 Without a URL it starts its own server, with fsync on.  Raw is asyncpg (psycopg for blocking callers) with prepared
 statements, on a table with only a primary key.  For one caller, raw and guarded calls alternate, and the figure is the
-median; for many callers, it is the best of several rounds, which other work on the machine has disturbed least.
+median.  For many callers, it is the best of several rounds, because other work on the machine has disturbed it least.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def one_caller(url: str, own: asyncpg.Connection, guard: Guard) -> None:
 
 
 async def in_turns(turns: dict[str, Work]) -> dict[str, float]:
-    """Return the median microseconds of each; they take turns in a changing order."""
+    """Return the median microseconds of each.  They take turns in a changing order."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     ends = time.perf_counter() + ROUNDS * SECONDS
     while time.perf_counter() < ends:
@@ -114,7 +114,7 @@ async def in_turns(turns: dict[str, Work]) -> dict[str, float]:
 
 @dataclass
 class Contender:
-    """A contender: each of *callers* calls *work*, which makes *pairs* pairs at once."""
+    """A contender: each of *callers* calls *work*, which makes *pairs* pairs in one call."""
 
     name: str
     work: Work

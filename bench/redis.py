@@ -2,8 +2,8 @@
 
     python -m bench.redis [url]          without a URL, on its own Valkey
 
-The plain pair is SET NX GET and SET: it has no token and no fingerprint, and an expiry in place of a lease, so the write
-of a late owner counts.  The fenced pair is the least that is safe: two scripts of one line, which compare a token.
+The plain pair is SET NX GET and SET.  It has no token, no fingerprint, and an expiry in place of a lease, so a late owner
+can write.  The fenced pair is the minimum that is safe: two short scripts, which compare a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oncemore._ledger.model import Operation, Outcome
 from tests.support.servers import ValkeyServer
 
 CALLERS = 64
-SECONDS = 0.1  # per measurement; the best of ROUNDS counts, because other work disturbs the others
+SECONDS = 0.1  # per measurement; the best of ROUNDS counts, because other work has disturbed it least
 ROUNDS = 24
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
@@ -52,7 +52,7 @@ def fencing(key: str, claim: str, settle: str) -> tuple[Words, Words]:
 
 
 class Raw(asyncio.Protocol):
-    """One connection for all callers; the commands of one turn of the event loop are one write."""
+    """One connection for all callers.  It writes the commands of one turn of the event loop together."""
 
     def __init__(self) -> None:
         self.reader = hiredis.Reader()
@@ -117,7 +117,7 @@ async def alone(url: str, *, fenced: bool) -> float:
 
 
 async def guarded(url: str, callers: int) -> float:
-    """Return pairs per second of so many callers through Guard.arun."""
+    """Return pairs per second of *callers* callers through Guard.arun."""
     guard = Guard(f"{url}?prefix={uuid.uuid4()}")
 
     async def perform(_: object) -> Outcome:

@@ -1,8 +1,8 @@
-"""Overhead of retrying while nothing fails, for functions and for requests over loopback: `python bench/retry.py`
+"""Overhead of retrying while nothing fails, for functions and for requests over loopback: `python -m bench.retry`
 
 It is compared with a hand-written loop, backoff, stamina and tenacity for functions, and with bare httpx and
-httpx-retries for requests.  All take turns in small batches, and the figure is the fastest tenth of the batches, which
-other work on the machine has disturbed least.  For requests there is also the median processor time of the client.
+httpx-retries for requests.  All take turns in small batches, and the figure is the first decile of the batches, because
+other work on the machine has disturbed those least.  For requests there is also the median processor time of the client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 
 
 def undisturbed(times: list[float]) -> float:
-    """Return the time of a batch that is not disturbed: the first decile."""
+    """Return the time of an undisturbed batch: the first decile."""
     return statistics.quantiles(times, n=10)[0]
 
 
@@ -97,7 +97,7 @@ def serve(ports: multiprocessing.Queue[int]) -> None:
 
 
 def requests(url: str) -> None:
-    """Print requests per second of sync clients; the others than ours get a key by hand."""
+    """Print requests per second of sync clients.  Clients of other libraries get a key by hand."""
     folder = tempfile.mkdtemp()
     contestants = {
         "bare httpx": httpx.HTTPTransport(),

@@ -2,9 +2,9 @@
 
     python -m bench.scale [URL] [--records 1000000] [--expired 100000]
 
-The URL is that of a durable store (`sqlite:////tmp/big.db`, `postgresql://...`), best an empty one; the records stay in
-it.  Without a URL, SQLite in a temporary folder and own servers of PostgreSQL and Valkey are measured.  Most of the time
-goes into filling them.
+The URL names a durable store (`sqlite:////tmp/big.db`, `postgresql://...`), which should be empty.  The records stay in
+it.  Without a URL, SQLite in a temporary folder and own servers of PostgreSQL and Valkey are measured.  To fill them takes
+most of the time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def p99(store: Store, seconds: float, purge: subprocess.Popen[bytes] | None = No
 
 
 def purge(url: str) -> None:
-    """Remove all expired records; runs in its own process, as a scheduled job would."""
+    """Remove all expired records.  This runs in a process of its own, as a scheduled job would."""
     store = connect(url)
     run(store.stats())
     print("ready", flush=True)

@@ -2,7 +2,7 @@
 
     python -m bench.spread
 
-The script in docs/explain/capacity.md makes the partitions; the two ledgers take turns, and the figure is the median ratio.
+The script in docs/explain/capacity.md makes the partitions.  The two ledgers take turns; the figure is the median ratio.
 """
 
 from __future__ import annotations

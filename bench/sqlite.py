@@ -23,7 +23,7 @@ from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
 
 CALLERS = 64
-SECONDS = 0.3  # per measurement; they take turns, so that disturbances affect all
+SECONDS = 0.3  # per measurement; measurements take turns, so that disturbances affect all
 ROUNDS = 12
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
@@ -107,7 +107,7 @@ def blocking(folder: Path) -> float:
 
 
 async def awaited(folder: Path, callers: int) -> float:
-    """Return pairs per second of so many callers on one event loop."""
+    """Return pairs per second of *callers* callers on one event loop."""
     guard = Guard(f"sqlite:///{folder}/{uuid.uuid4()}.db")
     done, start = 0, time.perf_counter()
 

@@ -3,7 +3,7 @@
     python -m bench.storage
 
 For each store and each size of outcome, 10 000 operations run through the guard, 64 at a time, then all expire and are
-purged.  This is done three times, to resemble a ledger that has been in use for some time; the largest size counts.
+purged.  This is done three times, to resemble a ledger that has been in use for some time, and the largest size counts.
 Outcomes are random bytes, which do not compress.  The figures are the constants of `oncemore capacity`
 (`src/oncemore/tools/commands/capacity.py`), and the tests check that they still match a record.
 """
@@ -36,7 +36,7 @@ TTL = 86400.0
 
 
 class Gauge(NamedTuple):
-    """A ledger with functions that return its size and its bytes written; *tidy* frees space, as the server would later."""
+    """A ledger with functions that return its size and its bytes written.  *tidy* frees space, as the server does later."""
 
     guard: Guard
     kept: Callable[[], int]
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     body: int
 
 
-# Between two sizes the figures are nearly linear; over all they are not, because a page holds whole records.
+# Between two sizes the figures are nearly linear.  Over all sizes they are not, because a page holds whole records.
 NAMES, SIZES = 80, (0, 256, 1024, 2048, 4096, 16384)
 LONG_NAMES = Case(144, 0)
 
@@ -102,7 +102,7 @@ def on_valkey(server: ValkeyServer) -> Iterator[Gauge]:
             guard,
             lambda: int(connection.info("memory")["used_memory"]) - empty,
             lambda: int(connection.info("persistence")["aof_current_size"]),
-            connection.flushall,  # the server removes expired records itself, but only after a day
+            connection.flushall,  # the server would remove expired records itself, but only after a day
         )
         guard.close()
 
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def constants(found: dict[Case, tuple[float, float]]) -> str:
-    """Return the constants for `oncemore capacity`: a figure per size of outcome, and one per byte of names."""
+    """Return the constants for `oncemore capacity`: figures for each size of outcome, and for a byte of names."""
     lines = []
     for at, what in enumerate(("kept", "written")):
         curve = tuple(round(found[Case(NAMES, size)][at]) for size in SIZES)

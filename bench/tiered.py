@@ -3,8 +3,8 @@
     python -m bench.tiered          on its own PostgreSQL and Valkey
 
 All callers are tasks of one event loop, and the process's own cache is off.  Each figure is the median of ROUNDS rounds in
-rotated order, and only ratios of one run count.  `processor` is the ratio of this process's processor time per operation,
-which says more than the rate if other programs use the machine.
+rotated order, and only ratios of one run count.  `processor` is the ratio of operations per second
+of this process's processor time, which says more than the rate if other programs use the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def operation(key: str) -> Operation:
 
 
 class Figure(NamedTuple):
-    """Operations per second, and how many of them a second of this process's processor time is enough for."""
+    """Operations per second, and operations per second of this process's processor time."""
 
     rate: float
     by_processor: float
@@ -62,7 +62,7 @@ async def measure(url: str, callers: int, *, replays: bool) -> Figure:
     keys = [str(uuid.uuid4()) for _ in range(REPLAYED_KEYS)]
     for key in keys if replays else keys[:1]:
         await guard.arun(operation(key), perform)
-    await asyncio.sleep(0.3)  # copies are written in the background
+    await asyncio.sleep(0.3)  # until the copies are written in the background
     for key in keys if replays else ():
         await guard.arun(operation(key), perform)
     turns = itertools.cycle(keys)
@@ -70,7 +70,7 @@ async def measure(url: str, callers: int, *, replays: bool) -> Figure:
     async def ask() -> None:
         await guard.arun(operation(next(turns) if replays else f"new {next(NUMBERS)} {keys[0]}"), perform)
 
-    await measure_calls(ask, callers)  # connections, statements and copies are made
+    await measure_calls(ask, callers)  # makes connections, statements and copies
     try:
         return await measure_calls(ask, callers)
     finally:

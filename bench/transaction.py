@@ -1,9 +1,9 @@
-"""A refund with effect = "transaction", compared with the same handler without idempotency; about two minutes.
+"""A refund with effect = "transaction", compared with the same handler without idempotency.  It takes about two minutes.
 
     python -m bench.transaction
 
 The handler writes a refund and two ledger entries in one transaction.  Sixteen callers have sixteen connections, in three
-variants: bare; with a key by hand, the least that refuses a second request (an INSERT before, an UPDATE with the answer
+variants: bare; with a key by hand, the minimum that refuses a second request (an INSERT before, an UPDATE with the answer
 after, no fingerprint, no replay); and guarded.  They take turns on the same server in a changing order, after one round
 that opens the connections and prepares the statements.  The figure is the median ratio to bare.  SQLite has one writer,
 so callers of one process are faster if they share one connection, as in the guard; a second row measures that.  The calls
@@ -54,7 +54,7 @@ Turn = Callable[[], Any]
 Awaited = Callable[[], Awaitable[Any]]
 
 
-def asked() -> Operation:
+def new_operation() -> Operation:
     return Operation("user:1", str(uuid.uuid4()), "c1:" + "a" * 64, "refunds.create")
 
 
@@ -63,7 +63,7 @@ def answer(id: str) -> dict[str, Any]:
 
 
 class Handler:
-    """Return the handler for drivers that mark parameters with *mark*, sync and async, and its key by hand."""
+    """The handler for drivers that mark parameters with *mark*: sync and async, bare and with a key by hand."""
 
     def __init__(self, mark: str) -> None:
         self.statements = [(text.format(mark), values) for text, values in STATEMENTS]
@@ -133,20 +133,20 @@ async def rate_of_tasks(turn: Awaited) -> float:
 
 def rates_in_turns(name: str, bare: Turn, by_hand: Turn, guarded: Turn) -> None:
     turns = (bare, by_hand, guarded)
-    told(name, [[rate_of_threads(turn) for turn in turns[::way]][::way] for way in ways()])
+    print_rates(name, [[rate_of_threads(turn) for turn in turns[::way]][::way] for way in ways()])
 
 
 async def in_turns(name: str, bare: Awaited, by_hand: Awaited, guarded: Awaited) -> None:
     turns = (bare, by_hand, guarded)
-    told(name, [[await rate_of_tasks(turn) for turn in turns[::way]][::way] for way in ways()])
+    print_rates(name, [[await rate_of_tasks(turn) for turn in turns[::way]][::way] for way in ways()])
 
 
 def ways() -> list[int]:
-    """Yield the order of each round, forward and backward in turn."""
+    """Return the direction of each round's order: forward (1) and backward (-1) in turn."""
     return [1 if number % 2 else -1 for number in range(ROUNDS + 1)]
 
 
-def told(name: str, rounds: list[list[float]]) -> None:
+def print_rates(name: str, rounds: list[list[float]]) -> None:
     rows = rounds[1:]
     rates = (statistics.median(kind) for kind in zip(*rows, strict=True))
     by_hand, ours = (statistics.median(row[kind] / row[0] for row in rows) for kind in (1, 2))
@@ -171,7 +171,7 @@ async def with_psycopg_async(url: str) -> None:
                 await handler.aby_hand(connection, str(uuid.uuid4()))
 
         async def guarded() -> None:
-            await guard.arun(asked(), lambda op: handler.awrite(op.connection, op.key))
+            await guard.arun(new_operation(), lambda op: handler.awrite(op.connection, op.key))
 
         await in_turns("PostgreSQL, psycopg async", bare, by_hand, guarded)
     await guard.aclose()
@@ -190,14 +190,14 @@ def with_psycopg(url: str) -> None:
                 handler.by_hand(connection, str(uuid.uuid4()))
 
         def guarded() -> None:
-            guard.run(asked(), lambda op: handler.write(op.connection, op.key))
+            guard.run(new_operation(), lambda op: handler.write(op.connection, op.key))
 
         rates_in_turns("PostgreSQL, psycopg", bare, by_hand, guarded)
     guard.close()
 
 
 def with_sqlite(path: str) -> None:
-    """SQLite with a connection per thread, and with one connection that all threads share under a lock."""
+    """Measure SQLite with a connection per thread, and with one connection that all threads share in turn."""
     guard, handler = Guard(f"sqlite:///{path}", policy=POLICY), ON_SQLITE
     own: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
     for _ in range(CALLERS):
@@ -213,7 +213,7 @@ def with_sqlite(path: str) -> None:
         pool.put(connection)
 
     def guarded() -> None:
-        guard.run(asked(), lambda op: handler.write(op.connection, op.key))
+        guard.run(new_operation(), lambda op: handler.write(op.connection, op.key))
 
     for name, pool in (("SQLite, sqlite3", own), ("  one connection, lent", shared)):
         rates_in_turns(name, partial(within, pool, handler.write), partial(within, pool, handler.by_hand), guarded)
@@ -247,7 +247,7 @@ async def with_aiosqlite(path: str) -> None:
         pool.put_nowait(connection)
 
     async def guarded() -> None:
-        await guard.arun(asked(), lambda op: handler.awrite(op.connection, op.key))
+        await guard.arun(new_operation(), lambda op: handler.awrite(op.connection, op.key))
 
     for name, size in (("SQLite, aiosqlite", CALLERS), ("  one connection, lent", 1)):
         pool = await filled(size)

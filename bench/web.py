@@ -1,7 +1,8 @@
 """Requests per second with the ASGI middleware, compared with the bare app and similar libraries: `python -m bench.web`.
 
-Each figure is a ratio to the bare app, because machines are noisy: both servers run at once and get load in turns, for a
-fraction of a second each, and the median of the pairs counts.  `--quick` makes fewer rounds, `--plot FILE` draws the table.
+Each figure is a ratio to the bare app, because machines are noisy.  Both servers run at the same time, and get load in
+turns, for a fraction of a second each.  The median of the pairs counts.  `--quick` makes fewer
+rounds, and `--plot FILE` draws the table.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Contender(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The median ratios to the bare app, for new keys, replays and an unguarded GET."""
+    """The median ratios to the bare app, for new keys, replays and an unguarded GET; and figures for new keys."""
 
     name: str
     new: float
@@ -56,7 +57,7 @@ class Row(NamedTuple):
     failed: int
 
 
-Pair = tuple[Round, Round]  # of the bare app, and right after it of the contender
+Pair = tuple[Round, Round]  # a round of the bare app, then one of the contender
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def peers(stack: ExitStack) -> Iterator[Contender]:
 
 
 def peers_python() -> str:
-    """Return the interpreter of an environment with the other libraries, which is made at first use."""
+    """Return the interpreter of an environment with the other libraries, and make it at first use."""
     folder = HERE.parent / ".venv-peers"
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():
@@ -111,19 +112,19 @@ def peers_python() -> str:
 
 
 def measure(contenders: list[Contender], python: str | None, pairs: int, seconds: float) -> list[Row]:
-    """Measure each contender beside its own bare app: both run at once, and get load in many short turns."""
+    """Measure each contender and its own bare app: both run at the same time, and get load in many short turns."""
     rows = []
     for contender in contenders:
         interpreter = sys.executable if contender.ours or python is None else python
         bare = Contender("bare", "bare", ours=contender.ours)
         with server(bare, interpreter) as (bare_port, _), server(contender, interpreter) as (port, _):
             rows.append(row(contender.name, *beside(bare_port, port, pairs, seconds)))
-        print(told(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
     return rows
 
 
 def beside(bare: int, port: int, pairs: int, seconds: float) -> Iterator[list[Pair]]:
-    """Return the pairs of rounds for each kind of request: new keys, replays, and an unguarded GET."""
+    """Yield the pairs of rounds for each kind of request: new keys, replays, and an unguarded GET."""
     for request in (fresh(secrets.token_hex(4)), repeated, look):
         for warming in (bare, port):
             load(warming, request, seconds)
@@ -168,7 +169,7 @@ def row(name: str, new: list[Pair], replay: list[Pair], get: list[Pair]) -> Row:
     return Row(name, ratio(new), ratio(replay), ratio(get), rate, p99, failed)
 
 
-def told(each: Row) -> str:
+def format_row(each: Row) -> str:
     figures = f"{each.new:9.2f}{each.replay:9.2f}{each.get:7.2f}{each.rate:8.0f}{each.p99:8.1f}"
     return f"{each.name:36}{figures}" + (f"  ({each.failed} failures)" if each.failed else "")
 

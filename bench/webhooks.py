@@ -1,4 +1,4 @@
-"""Webhooks: deliveries per second, endpoints that hang, and a million pending deliveries; about two minutes.
+"""Webhooks: deliveries per second, endpoints that hang, and a million pending deliveries.  It takes about two minutes.
 
     python -m bench.webhooks [postgresql://...] [--count N] [--pending N]
 
@@ -32,14 +32,14 @@ from tests.support.servers import PostgresServer
 
 ENDPOINTS, HANGING = 1000, 200
 PARALLEL = 64
-CLAIMS = 30  # that are measured, of 200 deliveries each
-CLAIMED_AT_MOST = 20_000  # pending deliveries are enough for them: 100 endpoints, each with up to 20 at a time
+CLAIMS = 30  # claims to measure, of 200 deliveries each
+CLAIMED_AT_MOST = 20_000  # the pending deliveries that suffice: 100 endpoints, each with up to 20 at a time
 RATE = 300  # webhooks per second to all endpoints together, while some hang
 DATA = {"id": "rf_123", "amount": 1999, "currency": "EUR", "status": "succeeded", "reason": "requested by the customer"}
 
 
 class Receiver(asyncio.Protocol):
-    """As little HTTP as possible, so that the sender is measured; notes when each webhook arrived."""
+    """A minimal HTTP server, so that the sender is measured.  It records the age of each webhook at its arrival."""
 
     ages: ClassVar[list[float]] = []
 
@@ -96,7 +96,7 @@ def new_webhooks(url: str) -> Iterator[Webhooks]:
 
 
 async def add_messages(webhooks: Webhooks, count: int, tenant: str = "") -> None:
-    """Add *count* messages at once, as fast as the database can."""
+    """Add *count* messages with one statement."""
     tables = webhooks.tables
     await arun(tables.access.ready(tables.feature))
     transaction = await arun(tables.open())
@@ -110,7 +110,7 @@ async def add_messages(webhooks: Webhooks, count: int, tenant: str = "") -> None
 
 
 async def bare(url: str, count: int) -> float:
-    """Requests per second of aiohttp alone, with a new signature each."""
+    """Return requests per second of aiohttp alone, with a new signature each."""
     signing, left = Signing(new_secret()), iter(range(count))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -129,7 +129,7 @@ async def bare(url: str, count: int) -> float:
 
 
 async def throughput(webhooks: Webhooks, target: str, count: int) -> float:
-    """Deliveries per second of one sender, to ten endpoints of one receiver."""
+    """Return deliveries per second of one sender, to ten endpoints of one receiver."""
     for n in range(10):
         await webhooks.endpoints.acreate(f"{target}/{n}", tenant=str(n))
     sender = Sender(webhooks)
@@ -145,7 +145,7 @@ async def throughput(webhooks: Webhooks, target: str, count: int) -> float:
 
 
 async def ages(webhooks: Webhooks, target: str, seconds: float, hanging: int) -> list[float]:
-    """From the commit of each webhook to its arrival, while *hanging* of the endpoints never answer."""
+    """Return the seconds from each webhook's creation to its arrival, while *hanging* endpoints never answer."""
     for n in range(ENDPOINTS):
         path = "hang" if n < hanging else "fine"
         await webhooks.endpoints.acreate(f"{target}/{path}/{n}", tenant=f"{hanging}-{n}")
@@ -168,7 +168,7 @@ async def ages(webhooks: Webhooks, target: str, seconds: float, hanging: int) ->
                 found: list[float] = await response.json(content_type=None)
                 return found
 
-        await send_for(16.0 if hanging else 4.0)  # those that hang have timed out once
+        await send_for(16.0 if hanging else 4.0)  # until the hanging requests have timed out once
         found = await send_for(seconds)
     sender.stop()
     await task
@@ -182,7 +182,7 @@ async def add_one(tables: Any, tenant: str, data: str) -> None:
 
 
 def claim_latency(webhooks: Webhooks, target: str, pending: int) -> list[float]:
-    """Milliseconds of a claim with so many pending deliveries, for 100 endpoints."""
+    """Return the milliseconds of each claim, with *pending* deliveries for 100 endpoints."""
     for n in range(100):
         webhooks.endpoints.create(f"{target}/{n}", tenant="t", id=f"ep{n:03}")
     tables = webhooks.tables

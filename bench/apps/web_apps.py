@@ -1,4 +1,4 @@
-"""One small app for every contender: bare, with oncemore, and with each similar library.  `CONTENDER` and `STORE` choose.
+"""A small app, bare, with oncemore, or with a similar library: the variables `CONTENDER` and `STORE` choose.
 
 `bare` and `oncemore` run in the project's environment, the others in an environment of their own.
 """

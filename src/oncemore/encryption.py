@@ -31,7 +31,7 @@ decode = msgspec.msgpack.Decoder(Content).decode
 class Seal:
     """Encrypts outcomes with AES-GCM under the first of *keys*, and decrypts them with any of them, so keys can rotate.
 
-    Kind and status stay readable for operators and metrics, but a change of them is noticed.  An outcome is bound to its
+    Kind and status stay readable for operators and metrics, but a change of them is detected.  An outcome is bound to its
     scope and key, so it cannot be moved to another record.  *plain* accepts outcomes that were stored without a seal.
     Use it only while these expire, because it also accepts an outcome that an attacker wrote to the store.
     """
@@ -60,7 +60,7 @@ class Seal:
                 return outcome
             raise CorruptRecord(
                 "The stored outcome is not encrypted. If it was stored before encryption was turned on, allow that with "
-                "Seal(keys, plain=True); if not, somebody else has written it"
+                "Seal(keys, plain=True); if not, another program has written it"
             )
         blob = outcome.body
         found, nonce, text = blob[:KEY_ID], blob[KEY_ID : KEY_ID + NONCE], blob[KEY_ID + NONCE :]
@@ -89,14 +89,14 @@ def check_keys(keys: Iterable[bytes]) -> list[bytes]:
 
 
 def key_id(key: bytes) -> bytes:
-    """Return a name for *key*, from which the key cannot be computed."""
+    """Return a name for *key* that does not reveal it."""
     return hashlib.sha256(b"oncemore seal key id\n" + key).digest()[:KEY_ID]
 
 
 def authenticated_data(id: Id, outcome: Outcome) -> bytes:
     """Return the readable facts that the encryption protects against change.
 
-    Each part follows its length.  Joined without lengths, the parts of one record could equal those of another.
+    Each part follows its length.  Joined without lengths, the parts of two records could be equal.
     """
     parts = (*MARK, *id, outcome.kind, str(outcome.status))
     encoded = (part.encode("utf-8", "surrogatepass") for part in parts)

@@ -1,4 +1,4 @@
-"""All errors of oncemore in one tree: what happened, whether a retry can help, and the HTTP status that shows it."""
+"""All errors of oncemore, in one tree.  Each class says whether a retry may help, and has an HTTP status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OncemoreError(Exception):
     """The base of all errors of oncemore.
 
     Attributes:
-        code: For programs; it never changes, and docs/errors has a page for each.
+        code: For programs.  It never changes, and docs/errors has a page for each.
         status: The HTTP status with which a middleware answers.
         title: One line for people, the same for all errors of the class.
         retryable: Whether the same call with the same key may succeed later.
@@ -71,13 +71,13 @@ class TransactionEnded(ConfigurationError):
 
 
 class StepsChanged(ConfigurationError):
-    """A resumed operation's code runs other steps than the stored ones.  The message names the old and the new step."""
+    """A resumed operation's code runs other steps than the stored ones.  The message names both steps."""
 
     code = "CONFIGURATION.steps_changed"
     title = "The operation's steps have changed since it began"
 
 
-# ── Refusals: a rule says that the operation must not be performed
+# ── Refusals: the request, a rule, or the record says that the operation must not be performed
 
 
 class Refusal(OncemoreError):
@@ -142,7 +142,7 @@ class WebhookError(Refusal):
 
 
 class UnsafeTarget(Refusal):
-    """A webhook's URL leads to a private or reserved network, or is not HTTPS.  No attempt will be made to send to it."""
+    """A webhook's URL leads to a private or reserved network, or is not HTTPS.  Nothing is sent to it."""
 
     code = "VALIDATION.webhook_target"
     status = 400
@@ -166,7 +166,7 @@ class PreconditionRequired(Refusal):
 
 
 class PreconditionFailed(Refusal):
-    """The resource has changed: its ETag is not the one in the caller's If-Match header."""
+    """The resource has changed: its ETag is not in the caller's If-Match header."""
 
     code = "PRECONDITION.if_match_failed"
     status = 412
@@ -182,7 +182,7 @@ class PayloadMismatch(Refusal):
 
 
 class InProgress(Refusal):
-    """Another caller is performing the operation, and this one does not wait, or has waited as long as it may."""
+    """Another caller is performing the operation, and this one does not wait, or its waiting time is over."""
 
     code = "CONFLICT.idempotency.in_progress"
     status = 409
@@ -191,7 +191,7 @@ class InProgress(Refusal):
 
 
 class UnknownOutcome(Refusal):
-    """An earlier attempt crashed; whether it took effect is not known until an operator or the resolver decides."""
+    """An earlier attempt has an unknown outcome, as after a crash, until an operator or the resolver decides."""
 
     code = "CONFLICT.idempotency.outcome_unknown"
     status = 409
@@ -296,7 +296,7 @@ class ProviderDuplicate(Refusal):
 
 
 class StoreError(OncemoreError):
-    """The store failed.  The change that was asked of it may or may not have been made."""
+    """The store failed.  The requested change may or may not have been made."""
 
     code = "DEPENDENCY.store"
     status = 503

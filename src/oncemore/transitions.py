@@ -33,8 +33,8 @@ class Applied(msgspec.Struct, frozen=True):
 class Transitions:
     """The transitions that rows of *table* may make: `{(state, action): next state}`.
 
-    *state* and *id* are the names of the columns.  An action that would lead two states further if it is applied twice
-    is a ConfigurationError, because a repeat must change nothing.
+    *state* and *id* are the names of the columns.  Raise ConfigurationError for an action that would
+    move a row two states further if it is applied twice, because a repeat must change nothing.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Transitions:
         rows = yield from query(f"SELECT {self.state} FROM {self.table} WHERE {self.id} = $1", [id])
         if not rows:
             raise NoSuchRow(f"{self.table} has no row {id!r}")
-        now: str = rows[0][0]
-        if now in next_states.values():
-            return Applied(now, False)
+        current: str = rows[0][0]
+        if current in next_states.values():
+            return Applied(current, False)
         allowed = " or ".join(sorted(next_states))
-        raise WrongState(f"{id!r} in {self.table} is {now!r}; {action!r} needs {allowed!r}")
+        raise WrongState(f"{id!r} in {self.table} is {current!r}; {action!r} needs {allowed!r}")
 
     def _update(self, id: Any, next_states: Mapping[str, str], columns: Mapping[str, Any]) -> tuple[str, list[Any]]:
         """Return the UPDATE and its parameters.  It matches no row in a state that does not allow the action."""

@@ -155,7 +155,7 @@ def test_one_error_lists_every_fault_with_its_place_and_fix():
     expected = [
         "- [rules] means nothing here (did you mean 'rule'?)",
         "- [defaults] undeclared: 'wrn' is unknown (did you mean 'warn'?)",
-        "- [defaults] name: it is said of one rule",
+        "- [defaults] name: it belongs to one rule",
         "- [defaults] profle: there is no such setting (did you mean 'profile'?)",
         "- [defaults] ttl: '24x' is not a duration",
         "- rule 1 'refunds.create' (line 11): tll: there is no such setting (did you mean 'ttl'?)",

@@ -77,7 +77,7 @@ def test_method_of_ones_own_is_accepted(method):
         ("POST /a}", "not understood"),
         ("POST /{1a}", "not understood"),
         ("POST /a/*", r"write \{name\}, or \{name:path\}"),
-        ("POST /a/**/b", "stands for nothing"),
+        ("POST /a/**/b", "is not a wildcard"),
         ("POST /x{rest:path}", "stands alone"),
         ("POST /{rest:path}/x", "put it last"),
         ("POST /{id}/x/{id}", "twice"),

@@ -44,7 +44,7 @@ def test_policy_holds_seconds():
 
 @pytest.mark.parametrize("setting", ["lease", "ttl"])
 def test_lease_and_a_retention_take_time(setting):
-    with pytest.raises(ConfigurationError, match="longer than nothing"):
+    with pytest.raises(ConfigurationError, match="longer than 0 s"):
         Policy(**{setting: 0})
 
 

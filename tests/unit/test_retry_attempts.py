@@ -190,26 +190,26 @@ def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
 
 def test_one_probe_decides_whether_the_circuit_closes() -> None:
     host = Host(None, Breaker(failures=2, cooldown=10))
-    assert host.closed_in(0) == 0
+    assert host.admit(0) == 0
     host.failed(0)
     host.failed(0)
-    assert host.closed_in(1) == 9
+    assert host.admit(1) == 9
     assert host.is_open(9)
-    assert host.closed_in(11) == 0  # the probe
-    assert host.closed_in(12) == 9  # all others wait for it
+    assert host.admit(11) == 0  # the probe
+    assert host.admit(12) == 9  # all others wait for it
     host.failed(12)
-    assert host.closed_in(13) == 9
-    assert host.closed_in(23) == 0
+    assert host.admit(13) == 9
+    assert host.admit(23) == 0
     host.succeeded()
-    assert host.closed_in(24) == 0
+    assert host.admit(24) == 0
     assert not host.is_open(24)
 
 
 def test_lost_breaker_probe_allows_another_after_cooldown() -> None:
     host = Host(None, Breaker(failures=1, cooldown=10))
     host.failed(0)
-    assert host.closed_in(10) == 0
-    assert host.closed_in(20) == 0
+    assert host.admit(10) == 0
+    assert host.admit(20) == 0
 
 
 def test_circuit_opening_between_attempts_ends_the_run() -> None:

@@ -1,6 +1,6 @@
 """The contract: the table of rules that middlewares enforce, tools check and documents show.
 
-A setting that a rule does not give comes from `[defaults]`, and else from the profile.  Reading a contract finds every
+A setting that a rule does not give comes from `[defaults]`, otherwise from the profile.  Reading a contract finds every
 problem in it and reports them in one error, each with its rule, its line if there is a file, and its remedy.
 """
 
@@ -31,7 +31,7 @@ LONGEST_REMEMBERED = 255
 class Match(NamedTuple):
     """The rule of a request, and the values of the parameters in its path.
 
-    *route* is the scope of the key: the name of the rule if it has one route, else the request's own method and path, so
+    *route* is part of the scope: the name of the rule if it has one route, else the request's own method and path, so
     that `/t/1` and `/t/2` are two operations.
     """
 
@@ -42,9 +42,9 @@ class Match(NamedTuple):
 
 
 class Contract:
-    """All rules of an application, and the default one for requests that no rule matches.
+    """All rules of an application, and the default rule for requests that no rule matches.
 
-    Rules may be added while others read; each `match` sees the rules of one moment.
+    Rules may be added while other threads read.  Each `match` sees the rules of one moment.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Contract:
 
     @classmethod
     def parse(cls, text: str, source: str = "contract") -> Contract:
-        """Return the contract in a TOML text; errors call it *source*."""
+        """Return the contract in a TOML text.  Errors call it *source*."""
         try:
             document = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -92,11 +92,11 @@ class Contract:
         self._remember()
 
     def _remember(self) -> None:
-        """Remember the latest matches, because most requests go to few paths.  Called again if the rules change."""
+        """Remember the latest matches, because most requests go to few paths.  Call it again if the rules change."""
         self._recent = lru_cache(maxsize=1024)(self._find)
 
     def match(self, method: str, path: str) -> Match | None:
-        """Return the rule of a request, by its method and decoded path; None if the request is not guarded.
+        """Return the rule of a request, by its method and decoded path, or None if the request is not guarded.
 
         Safe methods have no rule.  If no rule declares the request, *undeclared* decides: the default rule, or None.  With
         `refuse`, the middleware refuses requests that are not declared.
@@ -123,7 +123,7 @@ class Contract:
 
     @property
     def unscoped(self) -> tuple[str, ...]:
-        """The names of the rules under which principals share keys; middlewares warn of each."""
+        """The names of the rules under which principals share keys.  Middlewares warn of each."""
         return tuple(rule.name for rule in (*self.rules, self.default) if rule.unscoped)
 
     def rule(self, name: str) -> Rule:
@@ -134,10 +134,10 @@ class Contract:
         return names[name]
 
     def add(self, *rules: Rule) -> None:
-        """Add rules, all or none of them.  The settings that they do not give come from this contract's defaults.
+        """Add *rules*, all or none.  Settings that they do not give come from this contract's defaults.
 
-        A rule that the contract has already, word for word, is not added again: a middleware may also find it on its
-        function.
+        A rule that the contract has already, word for word, is not added again, because a middleware may also find it on
+        its function.
         """
         with self._lock:
             problems, known = Problems(), self._table.rules
@@ -152,20 +152,20 @@ class Contract:
             self._remember()
 
     def check(self) -> None:
-        """Raise a ConfigurationError if a rule names another that does not exist; called after all rules are added."""
+        """Raise a ConfigurationError if a rule reverses one that does not exist.  Called after all rules are added."""
         problems = reversal_problems(self._table)
         if problems:
             raise listing(self._source, problems)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row for each rule, with every setting that holds, for documents and tools."""
+        """Return a row for each rule, with every setting that applies, for documents and tools."""
         return [rule.row() for rule in self.rules]
 
 
-# Reading: defaults and rules as they were written, and every problem on the way.
+# Reading: defaults and rules as they were written, and every problem in them.
 
-# The treatment of a request that may have effects and that no rule matches: guarded under the defaults if it carries a
-# key; the same, and the middleware warns of it; refused; or passed on untouched.
+# The treatment of an unsafe request that no rule matches: it is guarded under the defaults if it has a key; the same, with
+# a warning; it is refused; or it passes untouched.
 Undeclared = Literal["guard if keyed", "warn", "refuse", "pass"]
 
 RULE_LINE = re.compile(r"^[ \t]*\[\[[ \t]*rule[ \t]*\]\]", re.MULTILINE)
@@ -173,7 +173,7 @@ RULE_LINE = re.compile(r"^[ \t]*\[\[[ \t]*rule[ \t]*\]\]", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class WrittenRule:
-    """A rule as it was written, and the place where errors say that it stands."""
+    """A rule as it was written, and its *place* in the words of errors."""
 
     place: str
     match: str | None
@@ -194,7 +194,7 @@ class Table:
 
 
 def rules_in_python(rules: Iterable[Rule], known: int = 0) -> list[WrittenRule]:
-    """Return the rules that were given as objects; *known* is how many the contract has already."""
+    """Return the rules that were given as objects.  *known* is the number of rules that the contract has already."""
     for rule in rules:
         if not isinstance(rule, Rule):
             raise ConfigurationError(
@@ -212,7 +212,9 @@ def rules_in_file(rules: object, text: str, problems: Problems) -> Iterator[Writ
         problems.append("rule is not a list of tables: begin each rule with [[rule]]")
         return
     lines = [text.count("\n", 0, found.start()) + 1 for found in RULE_LINE.finditer(text)]
-    if len(lines) != len(rules):  # inline tables, or a text that looks like a heading: better no line than a wrong one
+    if len(lines) != len(
+        rules
+    ):  # inline tables, or a text that looks like a heading: no line is better than a wrong one
         lines = [0] * len(rules)
     for number, (table, line) in enumerate(zip(rules, lines, strict=True), 1):
         settings = dict(table)
@@ -225,26 +227,26 @@ def rules_in_file(rules: object, text: str, problems: Problems) -> Iterator[Writ
 
 
 def read_defaults(written: object, problems: Problems) -> tuple[str, Undeclared, Mapping[str, Any]]:
-    """Return the profile, the treatment of undeclared requests, and the settings that hold unless a rule gives others."""
+    """Return the profile, the treatment of undeclared requests, and the default settings of rules."""
     given = dict(written) if isinstance(written, Mapping) else {}
     if not isinstance(written, Mapping):
         problems.append("defaults is not a table: begin it with [defaults]")
     profile = choose("profile", given.pop("profile", "default"), PROFILES, problems)
     undeclared = choose("undeclared", given.pop("undeclared", "guard if keyed"), get_args(Undeclared), problems)
     for name in [name for name in given if name in SETTINGS and SETTINGS[name].only_in_rules]:
-        problems.append(f"[defaults] {name}: it is said of one rule, not of all; move it there")
+        problems.append(f"[defaults] {name}: it belongs to one rule, not to all; move it there")
         del given[name]
     usual = PROFILES[profile]
     base = {**usual, "match": given.pop("match", usual["match"])}
     _, found = read_rule(None, given, base, ("profile", "undeclared", "match"))
     problems += [f"[defaults] {problem}" for problem in found]
-    if found:  # the rules are read all the same, to find their own problems
+    if found:  # the rules are read nevertheless, to find their own problems
         return profile, undeclared, usual
     return profile, undeclared, {**base, **given, "key": merged_key(base["key"], key_table(given.get("key", {})))}
 
 
 def choose(name: str, value: object, choices: Iterable[Any], problems: Problems) -> Any:
-    """Return *value* if it is one of the choices, else the first of them, and a problem."""
+    """Return *value* if it is one of the choices; otherwise add a problem, and return the first choice."""
     known = tuple(choices)
     with problems.collecting(f"[defaults] {name}"):
         return one_of(value, known)
@@ -261,7 +263,7 @@ def read_rules(rules: Iterable[WrittenRule], base: Mapping[str, Any], problems: 
 
 
 def table_of(rules: Sequence[Rule], problems: Problems) -> Table:
-    """Return the rules, ready to be matched; a problem for each that cannot be told from an earlier one."""
+    """Return the table of the rules.  Add a problem for each rule that matches or is named as an earlier one."""
     matcher: Matcher[Rule] = Matcher()
     names: dict[str, Rule] = {}
     for rule in rules:
@@ -281,7 +283,7 @@ def table_of(rules: Sequence[Rule], problems: Problems) -> Table:
 
 
 def reversal_problems(table: Table, also: Iterable[str] = ()) -> list[str]:
-    """Return a problem for each rule that reverses no other; *also* are the names of rules with problems of their own."""
+    """Return a problem for each `reverses` without a rule.  *also* are the names of rules with problems of their own."""
     names = {*table.names, *also}
     wrong = [rule for rule in table.rules if rule.reverses and rule.reverses not in names - {rule.name}]
     return [

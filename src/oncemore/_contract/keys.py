@@ -1,4 +1,4 @@
-"""Keys: checks the caller's name for an operation, and joins names unambiguously."""
+"""Check keys, which are the callers' names for operations, and join names unambiguously."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KeyFormat = str
 
 
 def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "any") -> str:
-    """Return the key; raises an InvalidKey that says what is wrong with it.
+    """Return the key, or raise an InvalidKey that names the fault.
 
-    If the format is that of a UUID, it is returned in lower case, and otherwise as it was sent: with its hyphens or without.
+    A key whose format is a UUID is returned in lower case, with or without hyphens, as it was sent.
     """
     if not key.strip():
         raise InvalidKey("The idempotency key is empty; send a unique value.")
@@ -39,7 +39,7 @@ def too_long(max_length: int) -> InvalidKey:
 
 
 def check_name(key: object, what: str) -> str:
-    """Return a key that was made by code; the error calls it *what*."""
+    """Return a key that was made by code, if it is valid.  The error calls it *what*."""
     if not isinstance(key, str):
         raise InvalidKey(f"{what} is {key!r}; it must be a text")
     try:
@@ -66,7 +66,7 @@ FORMATS = {"any": (re.compile(".*", re.DOTALL), ""), **UUIDS}
 
 @lru_cache(maxsize=256)
 def key_format(format: KeyFormat) -> tuple[re.Pattern[str], str]:
-    """Return the pattern of a key of *format*, and what the error says that the key must do."""
+    """Return the pattern of keys of *format*, and the end of the error's sentence "The idempotency key must ..."."""
     if format in FORMATS:
         return FORMATS[format]
     kind, colon, pattern = format.partition(":")
@@ -84,7 +84,7 @@ def key_format(format: KeyFormat) -> tuple[re.Pattern[str], str]:
 def uuid7_time(key: str, format: KeyFormat = "any") -> float | None:
     """Return the time in a version 7 UUID (seconds since the epoch), or None for any other key.
 
-    Without hyphens it is one only if that is the *format*: one in 64 digests of 32 digits looks as if it were a UUID.
+    Without hyphens, *format* must be "uuid7", because one in 64 digests of 32 digits looks like such a UUID.
     """
     if not UUID7.fullmatch(key) or ("-" not in key and format != "uuid7"):
         return None
@@ -100,7 +100,7 @@ SHORTEST_LIMIT = DIGEST_LENGTH + 1
 
 
 def join(first: str, *rest: str) -> str:
-    """Return one name for a list of names: `a:b` if they are simple.  Different lists never give the same name."""
+    """Return one name for a list of names, such as `a:b`.  Different lists never give the same name."""
     return bounded(":".join(map(escaped, (first, *rest))))
 
 

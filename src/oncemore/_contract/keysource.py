@@ -1,4 +1,4 @@
-"""The source of a rule's key, a header, a field of the body, a template, or none; and how the key is read from a header."""
+"""The source of a rule's key (a header, a field of the body, a template, or none), and the syntax of the header."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class KeySource:
     max_length: int = MAX_LENGTH
 
     def read(self, lines: Sequence[str | bytes] = (), **context: Any) -> str | None:
-        """Return the key, or None if an optional one was not sent; raises MissingKey or InvalidKey.
+        """Return the key, or None if an optional key was not sent.  Raise MissingKey or InvalidKey.
 
-        *lines* are the header's field lines; *context* are the arguments of `Template.render`.
+        *lines* are the header's field lines, and *context* are the arguments of `Template.render`.
         """
         if self.source == "header":
             if not lines and not self.required:
@@ -86,12 +86,12 @@ class KeySource:
 # ── The header's syntax: an RFC 9651 string with parameters, or (unless strict) the bare text ─────────────────────────
 
 STRING = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
-# Parameters have no meaning here: any text that cannot hold a second key may be the value of one.
+# Parameters are ignored, so their values may be any text that cannot contain a second key.
 PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:%?{STRING}|[!#-+\--:<-~]+))?"
 QUOTED = re.compile(rf"({STRING})(?:{PARAMETER})*", re.ASCII)
 ESCAPED = re.compile(r"\\(.)")
 
-# No comma: a server may fold two header lines into one, and two keys must not become a third.  No quote: half a string.
+# No comma: a server may fold two header lines into one, and two keys must not become a third.  No quote: it is half a string.
 BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
 ROOM_FOR_PARAMETERS = 256
 
@@ -107,7 +107,7 @@ def parse_key(
     max_length: int = MAX_LENGTH,
     format: KeyFormat = "any",
 ) -> str:
-    """Return the key in the field lines of the header *name*, unquoted; an error tells the caller what to change."""
+    """Return the key in the field lines of the header *name*, unquoted.  Raise MissingKey or InvalidKey."""
     if not values:
         raise MissingKey(f"Send a unique {name} header, and the same one when you retry.")
     if len(values) > 1:
@@ -122,7 +122,7 @@ def parse_key(
 
 
 def field_text(value: str | bytes, max_length: int) -> str:
-    """Return the field line as text; refuse it first if no key in it could be short enough."""
+    """Return the field line as text.  Refuse it first if it is too long for any key."""
     if len(value) > 2 * max_length + 2 + ROOM_FOR_PARAMETERS:
         raise too_long(max_length)
     if not value.isascii():
@@ -155,7 +155,7 @@ def bare(text: str, strict: bool) -> str:
 
 
 def key_table(value: object) -> dict[str, Any]:
-    """Return the table that a short form stands for; a table stays as it is, with its source if its members imply it."""
+    """Return the table that a short form stands for.  A table gets only the source that its members imply."""
     if isinstance(value, str):
         kind, colon, rest = value.partition(":")
         if colon and kind in ("body", "template"):
@@ -174,13 +174,13 @@ def key_table(value: object) -> dict[str, Any]:
 
 
 def merged_key(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *stronger* over *weaker*: the members of *weaker* count only if the source stays the same."""
+    """Return *stronger* over *weaker*.  The members of *weaker* count only if the source stays the same."""
     source = stronger.get("from", weaker["from"])
     return {**(weaker if weaker["from"] == source else {}), **stronger, "from": source}
 
 
 def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) -> KeySource:
-    """Return the source that a whole table describes; one ConfigurationError names all that is wrong with it."""
+    """Return the source that a complete table describes.  One ConfigurationError names all problems in it."""
     source = table["from"]
     if source not in get_args(Source):
         raise unknown(source, get_args(Source))
@@ -210,7 +210,7 @@ def header_name(value: object) -> str:
 
 def flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{value!r} is neither true nor false")
+        raise ConfigurationError(f"{value!r} is not true or false: write one of them")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Finds the contract's pattern for a request, the most specific one first.
+"""Find the contract's pattern for a request, the most specific one first.
 
-Paths are compared decoded, as a framework's router sees them, and never decoded again; a trailing slash makes no
-difference, letter case does.  Segment by segment from the left, plain text beats text around a parameter (as in
+Paths are compared decoded, as a framework's router sees them, and never decoded again.  A trailing slash makes no
+difference; letter case does.  Segment by segment from the left, plain text beats text around a parameter (as in
 `{id}:cancel`), which beats a whole parameter, which beats `{rest:path}` (none or more segments); then a named method
 beats `*`.
 """
@@ -17,10 +17,10 @@ from .problems import did_you_mean
 
 T = TypeVar("T")
 
-# Never claimed, even with a key: repeating them has no effect of its own.
+# Never guarded, even with a key: a repeated one has no effect of its own.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
 UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
-# The other methods in IANA's registry, and PURGE, as caches know it.  Any other name is taken for a mistake.
+# The other methods in IANA's registry, and PURGE, as caches know it.  Any other name counts as a mistake.
 # fmt: off
 OTHER_METHODS = frozenset({
     "ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "LABEL", "LINK", "LOCK", "MERGE",
@@ -41,7 +41,7 @@ ENCODED = re.compile(r"%[0-9A-Fa-f]{2}|[?#]")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One part of a path between slashes: text, text around a parameter, a parameter, or (*rest*) all that follows."""
+    """One part of a path between slashes: text, text around a parameter, a parameter, or (*rest*) everything after it."""
 
     prefix: str
     param: str = ""
@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def rank(self) -> tuple[int, int, str, str]:
-        """Orders segments by how specific they are; equal ranks match the same texts."""
+        """The order of segments, the most specific first.  Segments of equal rank match the same texts."""
         if not self.param:
             return (0, 0, self.prefix, "")
         around = len(self.prefix) + len(self.suffix)
@@ -58,7 +58,7 @@ class Segment:
 
     @property
     def regex(self) -> str:
-        """Matches the segment and the slash before it; its one group is the parameter, which is empty only if *rest*."""
+        """The pattern of the segment and the slash before it.  Its only group is the parameter, if there is one."""
         if self.rest:
             return "(?:/(.*))?"
         return f"/{re.escape(self.prefix)}{'([^/]+)' if self.param else ''}{re.escape(self.suffix)}"
@@ -83,22 +83,26 @@ class Pattern:
         object.__setattr__(self, "params", tuple(segment.param for segment in segments if segment.param))
         object.__setattr__(self, "regex", re.compile("".join(segment.regex for segment in segments), re.DOTALL))
         if any(segment.rest for segment in segments[:-1]):
-            raise ConfigurationError(f"match {self.text!r} goes on after a {{name:path}}, which takes all: put it last")
+            raise ConfigurationError(
+                f"match {self.text!r} continues after {{name:path}}, which matches the rest of the path: put it last"
+            )
         if len(set(self.params)) < len(self.params):
             raise ConfigurationError(f"match {self.text!r} names a parameter twice: give each its own name")
 
     @property
     def rank(self) -> tuple[tuple[int, int, str, str], ...]:
-        """Orders patterns, the most specific first; equal ranks match the same paths."""
+        """The order of patterns, the most specific first.  Patterns of equal rank match the same paths."""
         return tuple(segment.rank for segment in self.segments)
 
     def allows(self, method: str) -> bool:
         return method in self.methods or ANY in self.methods
 
     def find(self, method: str, path: str) -> dict[str, str] | None:
-        """Return the values of the parameters; None if the pattern does not match."""
+        """Return the values of the parameters, or None if the pattern does not match."""
         path = path.rstrip("/")
-        path = path if path[:1] in ("", "/") else f"/{path}"  # some servers pass a target on as it was sent
+        path = (
+            path if path[:1] in ("", "/") else f"/{path}"
+        )  # some servers pass on a target that does not begin with a slash
         found = self.regex.fullmatch(path) if self.allows(method) else None
         return dict(zip(self.params, found.groups(""), strict=True)) if found else None
 
@@ -140,12 +144,12 @@ def parse_segment(text: str) -> Segment:
     found = SEGMENT.fullmatch(text)
     if found is None or not text:
         raise ConfigurationError(f"path segment {text!r} is not understood: write text, {{name}} or {{name:path}}")
-    if text in (ANY, "**"):  # taken literally, such a rule would never be found
+    if text in (ANY, "**"):  # taken literally, it would never match
         raise ConfigurationError(
-            f"path segment {text!r} stands for nothing: write {{name}}, or {{name:path}} for the rest"
+            f"path segment {text!r} is not a wildcard: write {{name}}, or {{name:path}} for the rest"
         )
     prefix, param, suffix = found["prefix"], found["param"] or "", found["suffix"] or ""
-    # Other converters, such as 'int', only narrow what one segment may be; to match more here does no harm.
+    # Other converters, such as 'int', only narrow the text of one segment.  To match more here does no harm.
     rest = found["kind"] == "path"
     if rest and (prefix or suffix):
         raise ConfigurationError(f"path segment {text!r} is not understood: {{{param}:path}} stands alone")
@@ -167,7 +171,7 @@ class Matcher(Generic[T]):
         self._patterns: list[tuple[Pattern, T]] = []
 
     def add(self, pattern: Pattern, value: T) -> T | None:
-        """Add a pattern; if another matches the very same requests, keep that and return its value."""
+        """Add a pattern.  If a known one matches the very same requests, add nothing, and return its value."""
         requests = [(pattern.rank, method) for method in pattern.methods]
         for rival in (self._values[each] for each in requests if each in self._values):
             return rival

@@ -54,8 +54,8 @@ def duration(value: float | str) -> float:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds that a text such as `"1h30m"` stands for; None if it is no duration."""
-    if len(text) > LONGEST:  # searching a long text for parts takes long
+    """Return the seconds that a text such as `"1h30m"` stands for, or None if it is no duration."""
+    if len(text) > LONGEST:  # to search a long text for parts would take long
         return None
     parts = DURATION.findall(text.strip())
     if not parts or "".join(number + unit for number, unit in parts) != text.strip():
@@ -70,11 +70,11 @@ class Policy:
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
     long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are the exceptions
     that are an outcome, kept and raised again; after any other exception the operation may be tried again.
-    *doubt* are the exceptions, and the statuses of responses, after which nobody knows whether it took effect: time-outs,
-    and 502 or 504.  They go the way of a crash, by *on_unknown*.  A transaction is rolled back, so it ignores them.
-    *types* are the classes that a result may be of, beside the built-in types; `once` adds those of the return annotation.
-    *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
-    *on_refusal* is what a transaction does with its rows if the answer is 400 or above: it rolls them back, or commits them.
+    *doubt* are the exceptions, and the statuses of responses, after which the outcome is unknown, such as time-outs,
+    502 and 504.  Then *on_unknown* decides, as after a crash.  A transaction is rolled back, so it ignores them.
+    *types* are the allowed classes of results, besides built-in types; `once` adds the classes in the return annotation.
+    *reruns* is how often a transaction is run again if the database refuses it (a serialization failure, a deadlock).
+    *on_refusal* tells whether a transaction rolls back or commits its rows if the answer is 400 or above.
     """
 
     lease: Seconds = "30s"  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class Policy:
         for name in ("lease", "ttl", "wait", "suspect_window"):
             object.__setattr__(self, name, duration(getattr(self, name)))
         if self.lease <= 0 or self.ttl <= 0:
-            raise ConfigurationError("lease and ttl must be longer than nothing")
+            raise ConfigurationError(f"lease ({self.lease:g} s) and ttl ({self.ttl:g} s) must be longer than 0 s")
         if type(self.reruns) is not int or self.reruns < 0:
             raise ConfigurationError(f"reruns = {self.reruns!r} is not a number of times: write 0, 1, 2, ...")
         if not isinstance(self.errors, tuple) or not all(map(is_error, self.errors)):
@@ -120,14 +120,14 @@ class Policy:
             check_choice(field.name, getattr(self, field.name))
         if self.on_unknown == "resolve" and not callable(self.resolver):
             raise ConfigurationError(
-                "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
+                "on_unknown = 'resolve' needs a resolver, the function that tells whether it happened"
             )
 
     def doubts(self, error: BaseException) -> bool:
-        """Whether nobody knows if the effect happened, after the performer has raised *error*.
+        """Whether the outcome is unknown after the performer has raised *error*.
 
-        If classes in both `errors` and `doubt` fit, the nearest one counts: a TimeoutError that is named in `doubt` is in
-        doubt, although its base class OSError is named in `errors`.
+        If both `errors` and `doubt` name a class of *error*, the nearest one counts: a TimeoutError that `doubt` names is in
+        doubt, although `errors` names its base class OSError.
         """
         if isinstance(error, UnknownOutcome):
             return True
@@ -135,7 +135,7 @@ class Policy:
         return next((kind in self.doubt for kind in kinds if kind in self.doubt or kind in self.errors), False)
 
     def but(self, **settings: Any) -> Policy:
-        """Return this policy with these *settings* in place of its own."""
+        """Return a copy of this policy with other *settings*."""
         known = [field.name for field in fields(self)]
         for name in settings.keys() - set(known):
             raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
@@ -158,7 +158,7 @@ def check_choice(name: str, value: object) -> None:
 
 
 def choices_of(annotation: object) -> tuple[object, ...]:
-    """Return the choices that an annotation names: those of a Literal, also of one beside other types."""
+    """Return the choices that an annotation names in a Literal, which may stand beside other types."""
     literal = next((each for each in (annotation, *get_args(annotation)) if get_origin(each) is Literal), None)
     return get_args(literal)
 

@@ -10,14 +10,14 @@ from ..errors import ConfigurationError
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return a hint such as ` (did you mean 'ttl'?)`, or nothing if no choice is near."""
+    """Return a hint such as ` (did you mean 'ttl'?)`, or an empty text if no choice is near."""
     folded = {choice.lower(): choice for choice in choices}
     near = get_close_matches(word.lower(), folded, n=1, cutoff=0.6)
     return f" (did you mean {folded[near[0]]!r}?)" if near else ""
 
 
 def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
-    """Return the error for a value that is none of the choices; it names the nearest one."""
+    """Return the error for a value that is none of the choices, with a hint to the nearest one."""
     shown = {str(choice): repr(choice) for choice in choices}
     same = shown.get(str(value))  # 409 if '409' was written
     hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
@@ -25,7 +25,7 @@ def unknown(value: object, choices: Iterable[object], more: str = "") -> Configu
 
 
 def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
-    """Return one error for all *problems*; a single one stays on one line."""
+    """Return one error for all *problems*.  A single problem stays on one line."""
     if len(problems) == 1:
         error = ConfigurationError(f"{place}: {problems[0]}")
     else:
@@ -36,7 +36,7 @@ def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
 
 
 class Problems(list[str]):
-    """The problems found so far: reading goes on to the next one."""
+    """The problems found so far, so that reading can go on to the next one."""
 
     @contextmanager
     def collecting(self, place: str = "") -> Iterator[None]:

@@ -14,7 +14,7 @@ DEFAULT: dict[str, Any] = {
     **{name: setting.default for name, setting in SETTINGS.items() if setting.default is not None},
 }
 
-# What each profile changes.
+# The settings that each profile changes.
 CHANGES: dict[str, dict[str, Any]] = {
     "default": {},
     # draft-ietf-httpapi-idempotency-key-header-07: the key is a structured-field string; 400 when a required one is
@@ -24,8 +24,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "in_flight": "conflict",
         "on_mismatch": 422,
     },
-    # Stripe API v1: POST only; kept at least 24 h; what began to execute is kept, 500s too; 409 while running; an error
-    # (400) with other parameters or on another endpoint; `Idempotent-Replayed: true` on replays, nothing on the first.
+    # Stripe API v1: POST only; kept at least 24 h; once execution began, its outcome is kept, 500s too; 409 while running; 400
+    # with other parameters or on another endpoint; `Idempotent-Replayed: true` on replays, nothing on the first.
     # Parameters are forms, in any order.  `oncemore.web.stripe` adds Stripe's error bodies, and the connected account.
     "stripe": {
         "match": "POST *",
@@ -36,8 +36,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "keep": "all",
         "status_header": {"name": "Idempotent-Replayed", "replayed": "true", "expires": ""},
     },
-    # Stripe API v2: POST and DELETE; 30 days; a key belongs to one API of one account; what succeeded is not repeated,
-    # what failed is executed again and its new response returned.
+    # Stripe API v2: POST and DELETE; 30 days; a key belongs to one API of one account; a success is not repeated,
+    # and a failure is executed again, and its new response returned.
     "stripe-v2": {
         "match": "POST|DELETE *",
         "ttl": "30d",
@@ -67,8 +67,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     # Zalando RESTful guidelines, rule 230: an optional key, 24 h; the response is kept whether it succeeded or failed;
     # a changed request is rejected with 400.
     "zalando": {"on_mismatch": 400, "keep": "all"},
-    # The matchmaking contract: every operation that is not a read carries a UUID v4, for 24 h; same key with another
-    # endpoint or payload is 409; ten at once, one runs and nine get its response.
+    # The matchmaking contract: every operation that is not a read carries a UUID v4, for 24 h; the same key with
+    # another endpoint or payload is 409; of ten concurrent requests, one runs and nine get its response.
     "matchmaking": {
         "match": "POST|PUT|PATCH|DELETE *",
         "key": {**DEFAULT["key"], "required": True, "format": "uuid4"},

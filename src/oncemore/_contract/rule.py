@@ -27,7 +27,7 @@ MARK = "__oncemore__"
 class Rule:
     """The settings of the requests that match, as in `Rule("POST /refunds", key="required", ttl="30d")`.
 
-    The attributes are the settings that hold, defaults included; those of the guard are in *policy*.  *given* are the
+    The attributes are the settings that apply, defaults included.  The guard's settings are in *policy*.  *given* has the
     settings as they were written.
     """
 
@@ -55,7 +55,7 @@ class Rule:
     max_request: int
     max_response: int
     given: Mapping[str, Any] = field(compare=False)
-    place: str = field(compare=False)  # where it was written, for errors
+    place: str = field(compare=False)  # the place where the rule was written, for errors
 
     def __init__(self, match: str | None = None, **settings: Unpack[Settings]) -> None:
         values, problems = read_rule(match, settings, DEFAULT)
@@ -82,25 +82,25 @@ class Rule:
         return Rule(match, **self.given).written_at(self.place)
 
     def written_at(self, place: str) -> Rule:
-        """Note where the rule was written, and return it."""
+        """Set the *place* where the rule was written, and return the rule."""
         object.__setattr__(self, "place", place)
         return self
 
     @property
     def unscoped(self) -> bool:
-        """Whether principals share keys, and so may get each other's outcomes; middlewares warn of it."""
+        """Whether principals share keys, and so may get each other's outcomes.  Middlewares warn of this."""
         return self.scope in ("resource", "global")
 
     @property
     def one_route(self) -> bool:
-        """Whether its requests share their keys: they have one method and path, or a template names the operation."""
+        """Whether its requests share their keys, because they have one method and path, or a template for the key."""
         single = len(self.pattern.methods) == 1 and "*" not in self.pattern.methods and not self.pattern.params
         return single or self.key.template is not None
 
     def scope_of(self, *, principal: str = "", tenant: str = "", custom: str = "", route: str = "") -> str:
-        """Return the owner of the key, with the route in it; raises InvalidPrincipal if the owner is empty.
+        """Return the scope: the owner of the key, with the route.  Raise InvalidPrincipal if the owner is empty.
 
-        *custom* is the value of the rule's own scope function.  *route* is the rule's name, unless given.
+        *custom* is the value of the rule's own scope function.  *route* is the rule's name by default.
         """
         kind = self.scope if isinstance(self.scope, str) else "custom"
         owner = {"principal": principal, "tenant": tenant, "custom": custom}.get(kind, "*")
@@ -110,7 +110,7 @@ class Rule:
         return join(route, kind, tenant, owner) if kind == "principal" and tenant else join(route, kind, owner)
 
     def row(self) -> dict[str, Any]:
-        """Return every setting that holds, in plain values, as one row of the contract's table."""
+        """Return every setting that applies, in plain values, as one row of the contract's table."""
         values = {name: getattr(self.policy if name in POLICY else self, name) for name in SETTINGS}
         return {"match": self.match, **{name: plain(value) for name, value in values.items()}}
 
@@ -135,9 +135,9 @@ def plain(value: object) -> object:
 def read_rule(
     match: str | None, given: Mapping[str, Any], base: Mapping[str, Any], beside: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read the settings *given* over those of *base*; return the attributes of the rule, and every problem found.
+    """Read the settings *given* over those of *base*.  Return the attributes of the rule, and every problem found.
 
-    If there are problems, some attributes are missing.  Without a match, the rule is not bound to a path yet, and matches
+    If there are problems, some attributes are missing.  Without *match*, the rule is not bound to a path yet, and matches
     the requests that *base* matches.  *beside* are names that may be meant instead of an unknown setting.
     """
     problems = Problems()
@@ -163,7 +163,7 @@ def read_rule(
 
 
 def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of the rule: the settings of the guard in a policy, and the others as they are."""
+    """Return the attributes of the rule: the guard's settings in a policy, and the others unchanged."""
     suspect, window = values.pop("suspect")
     policy = {name: values.pop(name) for name in POLICY.keys() & values.keys()}
     match = values["pattern"].text
@@ -179,25 +179,25 @@ def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for settings that are right one by one, and wrong together."""
+    """Yield a problem for each combination of valid settings that do not work together."""
     if not values["idempotent"]:
         extra = [name for name in given if not SETTINGS[name].if_unguarded]
         if extra:
             yield f"idempotent: false leaves nothing to guard; drop {', '.join(extra)}, or the false"
         return
     for name, template in (("key", values["key"].template), ("unique_by", values["unique_by"])):
-        if template and (problem := template.forgotten(values["ttl"])):
+        if template and (problem := template.retention_problem(values["ttl"])):
             yield f"{name}: {problem}"
     if values["on_unknown"] == "resolve" and "resolver" not in values:
         yield "on_unknown: 'resolve' needs a resolver, the function that tells whether it happened"
     if "resolver" in given and values["on_unknown"] != "resolve":
-        yield f"resolver: it is never asked with on_unknown = {values['on_unknown']!r}; write on_unknown = 'resolve'"
+        yield f"resolver: it is never called with on_unknown = {values['on_unknown']!r}; write on_unknown = 'resolve'"
     if "wait" in given and values["in_flight"] != "wait":
         yield f"wait: a duplicate does not wait with in_flight = {values['in_flight']!r}; drop one of them"
     if values["effect"] != "lease" and values["streams"] == "release":
         yield (
-            "streams: 'release' keeps no outcome, so that a retry would repeat a committed transaction, and steps that were "
-            f"taken would be undone in the end; with effect = {values['effect']!r} write 'refuse' or 'store'"
+            "streams: 'release' keeps no outcome, so a retry would repeat a committed transaction, and finished steps would "
+            f"be undone in the end; with effect = {values['effect']!r} write 'refuse' or 'store'"
         )
     if "reruns" in given and values["effect"] != "steps":
         yield (
@@ -211,20 +211,20 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
         )
     if values["effect"] == "steps" and values["if_match"]:
         yield (
-            "if_match: with effect = 'steps', a request that is gone on with would meet what its own steps have changed; "
-            "compare the versions in a step"
+            "if_match: with effect = 'steps', a request that continues would meet the changes of its own steps; compare "
+            "the versions in a step"
         )
     if values["key"].source == "none" and values["if_match"]:
-        yield "if_match: with key = 'none' nothing is guarded, and it would not be asked; give the rule a key"
+        yield "if_match: with key = 'none' nothing is guarded, and it would be ignored; give the rule a key"
     if values["unique_by"] is not None and values["if_match"]:
-        yield "if_match: updates of one resource take turns, and unique_by would not be asked; drop one of them"
+        yield "if_match: updates of one resource take turns, and unique_by would be ignored; drop one of them"
     if values["unique_by"] and values["unique_by"].constant and values["on_unique"] != "serialize":
         yield (
-            f"unique_by: {values['unique_by'].text!r} is the same for all requests, of which only one would run; name what "
-            "tells them apart, as in '{body.orderId}'"
+            f"unique_by: {values['unique_by'].text!r} is the same for all requests, so only one of them would run; write a "
+            "field that tells them apart, as in '{body.orderId}'"
         )
     if "on_unique" in given and values["unique_by"] is None:
-        yield "on_unique: it needs unique_by, the template of what must be unique"
+        yield "on_unique: it needs unique_by, the template of the name that must be unique"
     if values["fingerprint"].mode == "none":
         if values["suspect"][0] != "off":
             yield "suspect: it compares fingerprints, and fingerprint is 'none'; drop one of them"
@@ -237,16 +237,16 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
 
 def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
     """Return a decorator that attaches a rule to a function.  The middleware that knows the function's route finds it."""
-    called(match)
+    check_called(match)
     rule = Rule(match, **settings)
     return lambda function: attach(rule, function)
 
 
-def called(match: object) -> None:
-    """Refuse the function itself: a decorator without its parentheses is given that."""
+def check_called(match: object) -> None:
+    """Refuse a function in the place of a match: the decorator was written without its parentheses."""
     if callable(match):
         raise ConfigurationError(
-            "idempotent is called before it decorates: write @idempotent(), or @idempotent(key='required')"
+            "@idempotent was written without parentheses: write @idempotent(), or @idempotent(key='required')"
         )
 
 
@@ -258,6 +258,6 @@ def attach(rule: Rule, function: F) -> F:
 
 
 def rule_of(function: object) -> Rule | None:
-    """Return the rule that a decorator attached to *function*, if any."""
+    """Return the rule that a decorator attached to *function*, or None."""
     rule = getattr(function, MARK, None)
     return rule if isinstance(rule, Rule) else None

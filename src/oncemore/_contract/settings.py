@@ -1,6 +1,6 @@
 """The settings of a rule.  Each is declared once, in `Settings`: its type, reader, default and sentence of the reference.
 
-A reader turns a written value into its meaning, or raises a ConfigurationError that says what to write.
+A reader converts a written value, or raises a ConfigurationError that tells how to write it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXPIRES = "Idempotency-Expires"
 
 @dataclass(frozen=True, slots=True)
 class FingerprintSettings:
-    """How bodies are compared, and by which fields: what counts as the same request."""
+    """How bodies are compared, and by which fields, to tell whether two requests are the same."""
 
     mode: str = "canonical"
     include: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class FingerprintSettings:
 
 @dataclass(frozen=True, slots=True)
 class StatusHeader:
-    """The response header that says how the answer was made; an empty value, or name, is not sent.
+    """The response header that says how the answer came.  A header without a name or a value is not sent.
 
     *expires* is the name of the header that says until when the outcome is kept.
     """
@@ -73,7 +73,7 @@ class StatusHeader:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How many new keys a principal may use in a window of so many seconds."""
+    """The limit of new keys: a principal may use *count* of them in *window* seconds."""
 
     count: int
     window: float
@@ -91,26 +91,26 @@ CENTURY = 100 * 366 * 86400.0
 
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ConfigurationError(f"{value!r} is not a line of text")
+        raise ConfigurationError(f"{value!r} is not a line of text: write one line of printable characters")
     return value
 
 
 def span(value: Any) -> float:
     seconds = duration(value)
     if seconds > CENTURY:
-        raise ConfigurationError(f"{value!r} is longer than a century")
+        raise ConfigurationError(f"{value!r} is longer than a century: write a shorter duration")
     return seconds
 
 
 def positive_span(value: Any) -> float:
     seconds = span(value)
     if seconds <= 0:
-        raise ConfigurationError(f"{value!r} is no time at all: write a duration such as '30s'")
+        raise ConfigurationError(f"{value!r} is not longer than 0 s: write a duration such as '30s'")
     return seconds
 
 
 def one_of(value: object, choices: tuple[object, ...], or_function: bool = False) -> Any:
-    """Return *value* if it is one of the choices; with *or_function*, a function may be given instead of a choice."""
+    """Return *value* if it is one of the choices.  With *or_function*, it may also be a function or its name."""
     if or_function and not (isinstance(value, str) and ":" not in value):
         return function(value)
     if value not in choices or isinstance(value, bool | float):
@@ -220,12 +220,12 @@ class Setting:
     Args:
         read: Its reader.  A setting needs none if its type has choices; `read_rule` reads `key` and `unique_by`, because
             they depend on the rule's path.
-        default: The value that holds if neither the rule, `[defaults]` nor the profile gives one; None if there is none.
+        default: The value if the rule, `[defaults]` and the profile give none; None if the setting has no default.
             Settings of the guard's policy have the default that `Policy` gives them.
-        only_in_rules: Whether `[defaults]` must not give it, because it tells rules apart or is too grave for all at once.
+        only_in_rules: Whether `[defaults]` must not give it, because it identifies a rule, or would be dangerous for all.
         if_unguarded: Whether a rule may give it beside `idempotent = false`.
-        doc: Its meaning, as the reference page says it.
-        choices: Those of its type.
+        doc: Its meaning, in the words of the reference page.
+        choices: The choices of its type.
     """
 
     read: Callable[[Any], Any] | None = None
@@ -318,7 +318,7 @@ class Settings(TypedDict, total=False):
 # fmt: on
 
 
-# The settings of the guard's policy, with their defaults; the others are of the rule itself.
+# The settings of the guard's policy, with their defaults.  All others belong to the rule itself.
 POLICY = {field.name: field.default for field in fields(Policy)}
 
 

@@ -57,9 +57,9 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One `{...}`: *read* finds its value, *window* is how many seconds a value of it stays the same (0: for ever).
+    """One `{...}` of a template: *read* finds its value, which stays the same for *window* seconds (0: for ever).
 
-    *suffix* is written behind the value.  A *safe* value is a name already, and is not escaped.
+    *suffix* is written after the value.  A *safe* value is a name already, and is not escaped.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A compiled template; every mistake in its text is found here, not at the first request.
+    """A compiled template.  Every mistake in its text is found here, not at the first request.
 
     *path_params* are the parameters of the rule's path (None: not known).  With *names*, the template names the call of
     a function with those parameters instead of a request.
@@ -97,11 +97,11 @@ class Template:
 
     @property
     def window(self) -> float:
-        """How many seconds one name stays in use: the longest time window in it, or 0 for ever."""
+        """The seconds for which one name stays in use: the longest time window in the template, or 0 for ever."""
         return max((part.window for part in self.parts if isinstance(part, Field)), default=0.0)
 
-    def forgotten(self, ttl: float) -> str:
-        """Return the problem if outcomes are kept for a shorter time than a name stays in use; else an empty text."""
+    def retention_problem(self, ttl: float) -> str:
+        """Return the problem if outcomes are kept for a shorter time than a name stays in use, else an empty text."""
         if self.window <= ttl:
             return ""
         return (
@@ -111,11 +111,11 @@ class Template:
 
     @property
     def constant(self) -> bool:
-        """Whether it names no field, and so is the same for all."""
+        """Whether the template has no field, so that its name is always the same."""
         return not any(isinstance(part, Field) for part in self.parts)
 
     def reads(self, name: str) -> bool:
-        """Whether a field of it is the argument *name*, or a part of that argument."""
+        """Whether a field of the template is the argument *name*, or a part of that argument."""
         fields = (part.text for part in self.parts if isinstance(part, Field))
         return any(text == name or text.startswith(f"{name}.") for text in fields)
 
@@ -132,10 +132,10 @@ class Template:
         now: float | None = None,
         scheduled: Scheduled | None = None,
     ) -> str:
-        """Return the name; raises an InvalidKey that says which field is missing, empty or not a single value.
+        """Return the name, or raise an InvalidKey that says which field is missing, empty or not a single value.
 
-        Names of headers are in lower case; *body* is the decoded document; *now* is in epoch seconds; a
-        template with a time field needs it.  If the call is *scheduled*, *now* is the scheduled time.
+        Names of headers are in lower case.  *body* is the decoded document.  *now* is in epoch seconds, and only needed
+        for time fields.  If the call is *scheduled*, *now* is the scheduled time.
         """
         context: dict[str, object] = {"principal": principal, "tenant": tenant, "path": path, "query": query}
         context |= {"headers": headers, "body": body, "arguments": arguments, "now": now, "scheduled": scheduled}
@@ -144,8 +144,8 @@ class Template:
 
 
 def remembered(template: Template, ttl: float) -> Template:
-    """Return the template; refuse it if a name stays in use for longer than outcomes are kept."""
-    problem = template.forgotten(ttl)
+    """Return the template, or raise ConfigurationError if a name stays in use for longer than outcomes are kept."""
+    problem = template.retention_problem(ttl)
     if problem:
         raise ConfigurationError(f"key {template.text!r}: {problem}")
     return template
@@ -163,7 +163,9 @@ def compiled(text: str, path_params: Collection[str] | None, names: Collection[s
             brace = token["stray"]
             raise ConfigurationError(f"template {text!r} has an unbalanced {brace!r}: double it to mean the character")
         if token["field"] is None:
-            literal = token["text"] or token["brace"][0]  # its ':' delimits, and other special characters are escaped
+            literal = (
+                token["text"] or token["brace"][0]
+            )  # a ':' in it delimits, and other special characters are escaped
             parts.append(":".join(map(escaped, literal.split(":"))))
         else:
             parts.append(compile_field(text, token["field"], path_params, names))
@@ -177,7 +179,7 @@ def compile_field(text: str, inner: str, path_params: Collection[str] | None, na
     if names is not None and head in names and mark != ":" and inner != "date":
         return argument_field(inner, head, rest.split(".") if rest else [])
     known = (*REQUEST_FIELDS, *TIME_FIELDS) if names is None else (*names, *CALL_FIELDS)
-    given = head if names is not None and head in names else ""  # the parameter that comes before the time
+    given = head if names is not None and head in names else ""  # the parameter whose argument replaces the time
     match head + mark:
         case kind if kind not in known:
             hint = did_you_mean(inner, known) or did_you_mean(re.split("[.:]", inner)[0], known)
@@ -187,9 +189,9 @@ def compile_field(text: str, inner: str, path_params: Collection[str] | None, na
             check_path_param(inner, rest, path_params)
             return Field(inner, lambda context: context["path"].get(rest))
         case "query.":
-            return Field(inner, lambda context: only(inner, context["query"].get(rest)))
+            return Field(inner, lambda context: single_value(inner, context["query"].get(rest)))
         case "header.":
-            return Field(inner, lambda context: only(inner, context["headers"].get(rest.lower())))
+            return Field(inner, lambda context: single_value(inner, context["headers"].get(rest.lower())))
         case "body." | "body:":
             steps = rest.split(".") if mark == "." else parse_pointer(rest)
             return Field(inner, lambda context: value_at(context["body"], steps))
@@ -226,8 +228,8 @@ def check_path_param(text: str, name: str, path_params: Collection[str] | None) 
         raise ConfigurationError(f"{{{text}}} is not in the rule's path{hint}: its parameters are {known}")
 
 
-def only(text: str, value: object) -> object:
-    """Return a query parameter or header, which the framework gives as a text, or as a list that must hold just one."""
+def single_value(text: str, value: object) -> object:
+    """Return a query parameter or header, which the framework gives as a text, or as a list of at most one text."""
     if not isinstance(value, list | tuple):
         return value
     if len(value) > 1:
@@ -236,7 +238,7 @@ def only(text: str, value: object) -> object:
 
 
 def window_field(text: str, rest: str, parameter: str = "") -> Field:
-    """A field that is the start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`.
+    """Return a field for the start of the epoch-aligned window that contains *now*: `20260219T120000Z`.
 
     With a *parameter*, its argument is the time instead of *now*, unless it is None.
     """
@@ -247,7 +249,7 @@ def window_field(text: str, rest: str, parameter: str = "") -> Field:
     def read(context: Context) -> object:
         argument = context["arguments"].get(parameter) if parameter else None
         if argument is not None and not (isinstance(argument, datetime) and argument.tzinfo is not None):
-            return argument  # a name that the caller gives to the window
+            return argument  # the caller's own name for the window
         moment = instant(context) if argument is None else argument
         return utc_text(moment.timestamp() // seconds * seconds)
 
@@ -255,10 +257,10 @@ def window_field(text: str, rest: str, parameter: str = "") -> Field:
 
 
 def date_field(text: str, rest: str, parameter: str = "") -> Field:
-    """A field that is the calendar day of *now* in a time zone: `2026-02-19:Europe/Berlin`, or `2026-02-19` in UTC.
+    """Return a field for the calendar day of *now* in a time zone: `2026-02-19:Europe/Berlin`, or `2026-02-19` in UTC.
 
-    The zone is written behind the date, because a date alone names two days.  A scheduled call has the date of its wall
-    time.  With a *parameter*, its argument is the date, unless it is None.
+    The zone is written after the date, because a date alone is ambiguous.  A scheduled call has the date of its wall time.
+    With a *parameter*, its argument is the date, unless it is None.
     """
     zone = time_zone(rest) if rest else UTC
     day = (0.0 if parameter else DAY) if rest in ("", "UTC") else LONGEST_DAY
@@ -278,7 +280,7 @@ def date_field(text: str, rest: str, parameter: str = "") -> Field:
 
 
 def tick_name(context: Context) -> str:
-    """The name that the schedule has for the scheduled time; for a call by hand, the second at which it is made."""
+    """Return the schedule's name for the scheduled time; for a call by hand, the current second."""
     scheduled = context["scheduled"]
     return utc_text(context["now"]) if scheduled is None else scheduled.name
 
@@ -290,7 +292,7 @@ def utc_text(moment: float) -> str:
 def time_zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
-    except (KeyError, ValueError, OSError):  # unknown, not a plain name, and a directory such as 'America'
+    except (KeyError, ValueError, OSError):  # an unknown name, an invalid one, or a directory such as 'America'
         hint = did_you_mean(name, available_timezones())
         raise ConfigurationError(
             f"time zone {name!r} is unknown{hint}: write an IANA name such as 'Europe/Berlin' "
@@ -299,11 +301,13 @@ def time_zone(name: str) -> ZoneInfo:
 
 
 def instant(context: Context) -> datetime:
-    return datetime.fromtimestamp(context["now"] // 1, UTC)  # it rounds: the last moment of a day would be of the next
+    return datetime.fromtimestamp(
+        context["now"] // 1, UTC
+    )  # whole seconds, because it rounds: the last moment of a day would be in the next
 
 
 def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
-    """A field that is an argument, a public attribute or member of it, or an item of a list: `{items.0.id}`."""
+    """Return a field for an argument, for a public attribute or member of it, or for an item: `{items.0.id}`."""
     for step in steps:
         if not PUBLIC_NAME.fullmatch(step) and not INDEX.fullmatch(step):
             raise ConfigurationError(
@@ -328,7 +332,7 @@ def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
 
 
 def text_of(field: str, value: object) -> str:
-    """Return the one text for *value*; raises InvalidKey if there is none, because an operation needs a name."""
+    """Return the text for *value*, or raise InvalidKey if there is none, because an operation needs a name."""
     match value:
         case None:
             raise unusable(field, "is missing; send it")

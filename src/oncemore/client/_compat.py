@@ -1,4 +1,4 @@
-"""Private parts of HTTP libraries that the client needs, and the versions that they are known for.
+"""Private parts of HTTP libraries that the client uses, with the versions in which they were found.
 
 `tests/client/test_compat.py` fails by name if an upgrade moves one of them.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def wrap_network_backend(transport: Any, wrap: Callable[[Any], Any]) -> None:
-    """Let an httpx transport open its future sockets through `wrap(backend)`; one without a pool is left as it is.
+    """Make an httpx transport open its sockets through `wrap(backend)`.  A transport without a pool is not changed.
 
     httpx 0.27 and 0.28 keep the pool in `_pool`, httpcore 1.0 keeps the backend in `_network_backend`.  httpcore's pools take
     a backend as a public argument, but httpx does not pass one on.
@@ -23,7 +23,7 @@ def wrap_network_backend(transport: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def base_url(session: Any) -> object:
-    """Return the base URL of an aiohttp session; None if it has none.  aiohttp 3.14 keeps it in `_base_url`."""
+    """Return the base URL of an aiohttp session, or None if it has none.  aiohttp 3.14 keeps it in `_base_url`."""
     return session._base_url
 
 

@@ -26,7 +26,7 @@ from .retry import Retry
 from .verdict import Fault, HttpReply, find_fault
 
 
-# None of aiohttp's OSErrors: aiohttp itself would send the request again after one, with all our attempts.
+# Not one of aiohttp's OSErrors: after such an error, aiohttp itself repeats the request, with all our attempts.
 class RequestExhausted(RetriesExhausted, aiohttp.ClientConnectionError):
     """All attempts failed, the last one without an answer."""
 
@@ -41,7 +41,7 @@ class RequestUnknown(OutcomeUnknown, aiohttp.ClientError):
 
 ERRORS = LibraryErrors(RequestExhausted, RequestTimedOut, RequestUnknown)
 
-# The first that fits; every error after the connection was made counts as sent.
+# The first class that matches decides.  Every error after the connection was made counts as sent.
 FAULTS: list[tuple[type[BaseException], Fault]] = [
     (aiohttp.ConnectionTimeoutError, Fault("timeout", sent=False)),
     (aiohttp.ClientConnectorError, Fault("connection", sent=False)),
@@ -113,7 +113,7 @@ class AiohttpRequest(RetryableRequest):
         return HttpReply(response.status, response.headers, body, response)
 
     async def _read(self, response: ClientResponse, ends: float) -> bytes:
-        """Read the body if that belongs to the attempt; otherwise the caller can read it, until the deadline."""
+        """Read the body if it is part of the attempt.  Otherwise the caller can read it until the deadline."""
         mode = read_mode(response.status, response.headers)
         if mode == "endless":
             return b""
@@ -144,15 +144,16 @@ def _stream_of(body: bytes) -> aiohttp.StreamReader:
 
 
 def _cut(response: ClientResponse) -> None:
-    """End a body that is not complete at the deadline; its reader gets a timeout."""
+    """Cut a body that is not complete at the deadline.  Its reader gets a timeout."""
     response.content.set_exception(aiohttp.ServerTimeoutError("the deadline has passed"))
     response.close()
 
 
 class RetryMiddleware(AsyncPendingOperations):
-    """A client middleware that sends again under one key; `response.oncemore` is the story.  Options are those of `Engine`.
+    """A client middleware that retries each request under one key.  `response.oncemore` is its story.
 
-    The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
+    *options* are arguments of `Engine`.  The session's own total timeout (5 minutes, unless you set it) still holds for
+    all attempts together.
     """
 
     def __init__(self, retry: Retry | None = None, keyring: KeyringPlace | None = None, **options: Any) -> None:
@@ -171,16 +172,16 @@ class RetryMiddleware(AsyncPendingOperations):
         return response  # type: ignore[no-any-return]
 
     def _carry_key(self, request: ClientRequest) -> None:
-        """Give a redirected request the key of the first one: it is the same operation."""
+        """Give a redirected request the key of the first one, because it is the same operation."""
         before, _ = _redirected.get(), _redirected.set(None)
         if before and before[:2] == (request.method, request.url) and before[2] is request.body:
             request.headers.setdefault(self.engine.header, before[3])
 
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
-        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+        """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        *session* sends them, because the keyring stores no credentials.  With *opened*, operations in
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         async def send(entry: Entry) -> ClientResponse:

@@ -15,7 +15,7 @@ from .retry import Retry
 from .story import Attempt, EventKind, Reason, RetryEvent, RetryObserver, Story, notify
 from .verdict import Verdict
 
-# Up to this share is added to the server's Retry-After, so that its clients do not all come back in the same instant.
+# Up to this share is added to the server's Retry-After, so that its clients do not all return at the same moment.
 RETRY_AFTER_SPREAD = 0.1
 
 
@@ -24,15 +24,16 @@ class Retryable(Protocol):
 
     name: str  # the host or the function, for the story, the budget and the breaker
     key: str | None
-    lasts: float  # seconds from the first attempt during which another may begin: the server remembers the key so long
+    # Seconds after the first attempt in which another may begin.  Then the server may have forgotten the key.
+    lasts: float
     story: Story | None  # None until an attempt has ended
 
     def attempt(self, number: int, timeout: float) -> Effect[Any]:
-        """Return the effect of one attempt; its result is the reply."""
+        """Return the effect of one attempt.  Its result is the reply."""
         ...
 
     def judge(self, reply: Any, error: Exception | None) -> Verdict:
-        """Say whether the reply, or the error that came in its place, is final."""
+        """Return the verdict on the reply, or on *error* if there is no reply."""
         ...
 
     def resendable(self) -> bool:
@@ -40,11 +41,11 @@ class Retryable(Protocol):
         ...
 
     def close(self, reply: Any) -> Effect[None] | None:
-        """Return the effect that closes a reply which the next attempt will replace."""
+        """Return the effect that closes a reply before the next attempt, or None if there is nothing to close."""
         ...
 
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
-        """Return the error to raise after the last attempt; None: its reply is the result."""
+        """Return the error to raise after the last attempt, or None if its reply is the result."""
         ...
 
 
@@ -61,9 +62,9 @@ class Environment:
 def send_with_retries(
     request: Retryable, policy: Retry, environment: Environment, started: float | None = None
 ) -> Plan[Any]:
-    """Attempt *request* until its answer is final or *policy* says to stop; return the last answer, or raise its error.
+    """Attempt *request* until its answer is final or *policy* says to stop.  Return the last answer, or raise its error.
 
-    The deadline counts from *started*; by default, from now.
+    The deadline counts from *started*, or from now by default.
     """
     run = RetryRun(request, policy, environment, started)
     error: Exception | None = None
@@ -94,7 +95,7 @@ def send_with_retries(
 class RetryRun:
     """All attempts of one request: their number, their times and their story.
 
-    *begun* and *ended* are the times of the current attempt, *delay* the pause before it.
+    *begun* and *ended* are the times of the current attempt.  *delay* is the pause before it, in seconds.
     """
 
     def __init__(self, request: Retryable, policy: Retry, environment: Environment, started: float | None) -> None:
@@ -119,14 +120,14 @@ class RetryRun:
         return self.request.story
 
     def check_circuit_breaker(self) -> None:
-        """Raise CircuitOpen if the host has failed too often just now."""
-        if self.policy.breaker is not None and (host := self.host) and (wait := host.closed_in(self.begun)):
+        """Raise CircuitOpen if the host's circuit is open."""
+        if self.policy.breaker is not None and (host := self.host) and (wait := host.admit(self.begun)):
             story = self.story()
             story.reason = "breaker"
             raise CircuitOpen(f"{story} Nothing is sent to this host for {wait:.1f} s.", story=story, retry_after=wait)
 
     def reason_not_to_begin(self) -> Reason:
-        """Return the reason against the attempt, if storing the key or the pause took longer than it should."""
+        """Return "deadline" or "key_lifetime" if storing the key, or the pause, took too long; otherwise ""."""
         if self.begun >= self.ends:
             return "deadline"
         return "key_lifetime" if self.begun >= self.started + self.request.lasts else ""
@@ -147,20 +148,20 @@ class RetryRun:
             hosts.succeeded(self.request.name, self.policy.budget, self.policy.breaker)
 
     def next_delay(self, verdict: Verdict) -> float:
-        """Return the pause before the next attempt: as the server asks, none at all, or the policy's backoff."""
-        if self.number >= self.policy.attempts:  # there will be no next one, and a schedule has no time for it
+        """Return the seconds until the next attempt: as the server asks, 0, or the policy's backoff."""
+        if self.number >= self.policy.attempts:  # there is no next attempt, and a schedule has no time for it
             return 0.0
         chance = self.environment.random()
         if verdict.after is not None:
             spread = verdict.after * (1 + RETRY_AFTER_SPREAD * chance)
             return spread if self.ended + spread < self.ends else verdict.after
-        # Only once without a pause: a server that keeps asking for it gets the backoff like any other.
+        # Only one immediate retry in a row: if the server asks for another, it gets the backoff.
         if verdict.at_once and not self.was_at_once:
             return 0.0
         return self.policy.delay(self.number, chance, previous=self.delay, elapsed=self.ended - self.started)
 
     def reason_to_stop(self, delay: float) -> Reason:
-        """Return the reason against another attempt after *delay*; empty if there is none."""
+        """Return the reason not to try again after *delay*, or "" if there is none."""
         if self.number >= self.policy.attempts:
             return "attempts"
         begins = self.ended + delay
@@ -183,7 +184,7 @@ class RetryRun:
         self.begun = self.environment.now()
 
     def finish(self, reply: Any, error: Exception | None) -> Any:
-        """Return a final answer; raise a final error as it came."""
+        """Return a final answer, or raise a final error unchanged."""
         if error is not None:
             raise error
         if self.number > 1:
@@ -191,14 +192,14 @@ class RetryRun:
         return reply
 
     def give_up(self, reason: Reason, reply: Any, error: Exception | None) -> Any:
-        """Return the last answer, or raise the error that tells the story."""
+        """Stop for *reason*: return the last answer, or raise the request's error with the story."""
         story = self.story()
         story.reason = reason
         self.notify("exhausted")
         failure = self.request.failure(story, error)
         if failure is None:
             return reply
-        if failure is error:  # an error must not be its own cause: code that walks along the causes would never end
+        if failure is error:  # an error must not be its own cause, or code that follows the causes would never end
             raise failure
         raise failure from error
 

@@ -1,4 +1,4 @@
-"""Bodies: request bodies that can be sent again, and how much of a response body belongs to the attempt."""
+"""Request bodies that can be sent again, and the part of a response body that is read within the attempt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from .verdict import Headers
 
-# So much of a response is read before the attempt counts as a success; a longer one streams on, and is not retried if it breaks.
+# A response of up to this size is read within the attempt.  A longer one streams, and is not retried if it breaks off.
 READ_AHEAD = 1024 * 1024
 
-# A request body that is not plain bytes is read into memory up to this size; a longer one is sent once.
+# A request body that is not bytes is read into memory up to this size.  Others are sent once, unless they can be rewound.
 MAX_BODY = 1024 * 1024
 
 ReadMode = Literal["whole", "streamed", "endless"]
@@ -21,15 +21,15 @@ LENGTH = re.compile(r"[0-9]{1,15}")
 
 
 def content_length(headers: Headers) -> int | None:
-    """Return the Content-Length; None if there is none, or if it is no number of a sensible size."""
+    """Return the Content-Length, or None if it is missing or not a number of a sensible size."""
     length = headers.get("Content-Length") or ""
     return int(length) if LENGTH.fullmatch(length) else None
 
 
 def read_mode(status: int, headers: Headers) -> ReadMode:
-    """Say how a response is read, by its Content-Type and Content-Length.
+    """Return how to read a response, by its status, Content-Type and Content-Length.
 
-    Reading a *whole* body is part of the attempt, because only all of it is of use.  A *streamed* body is read by the caller,
+    Reading a *whole* body is part of the attempt, because a part is of no use.  A *streamed* body is read by the caller,
     until the deadline.  An *endless* one, such as an event stream, has no deadline.
     """
     content_type = headers.get("Content-Type") or ""
@@ -49,10 +49,10 @@ class SentBody:
 
     def __init__(self, value: Any) -> None:
         self.value = _to_bytes(value)
-        self._begun = isinstance(value, GeneratorType) and value.gi_frame is None  # it was sent, and then redirected
+        self._begun = isinstance(value, GeneratorType) and value.gi_frame is None  # a redirect sends it again
         self._start = position(self.value)
         if self._start is None and not self._in_memory():
-            self.value = self._noting_begin(self.value)
+            self.value = self._note_begin(self.value)
 
     def data(self) -> bytes | None:
         """Return the bytes if they are in memory or in a small file; otherwise None."""
@@ -63,7 +63,7 @@ class SentBody:
         return self.value or b"" if isinstance(self.value, bytes | None) else None
 
     def resendable(self) -> bool:
-        """Whether it can be sent from its beginning."""
+        """Whether the body can be sent from its beginning."""
         return self._in_memory() or self._start is not None or not self._begun
 
     def rewind(self) -> None:
@@ -77,19 +77,19 @@ class SentBody:
     def _read_small(self, start: int) -> None:
         content = self.value.read(MAX_BODY + 1)
         while isinstance(content, bytes) and len(content) <= MAX_BODY and (more := self.value.read(MAX_BODY + 1)):
-            content += more  # some files return less than they are asked for
+            content += more  # some files return less than was requested
         if isinstance(content, bytes) and len(content) <= MAX_BODY:
             self.value = content
         else:
             self.value.seek(start)
 
-    def _noting_begin(self, value: Any) -> Iterator[Any]:
+    def _note_begin(self, value: Any) -> Iterator[Any]:
         self._begun = True
         yield from value
 
 
 def _to_bytes(value: Any) -> Any:
-    """Return the bytes of a bytes-like object; any other value as it is."""
+    """Return the bytes of a bytes-like object, or any other value unchanged."""
     try:
         return value if isinstance(value, bytes) else bytes(memoryview(value))
     except TypeError:
@@ -97,7 +97,7 @@ def _to_bytes(value: Any) -> Any:
 
 
 def position(value: Any) -> int | None:
-    """Return the position of a file; None if *value* is no file, or cannot go back."""
+    """Return the position of a file, or None if *value* is no file, or cannot go back."""
     try:
         return int(value.tell()) if value.seekable() else None
     except (AttributeError, OSError):

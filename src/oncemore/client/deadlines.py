@@ -15,17 +15,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _recorded: list[float] | None = None
-_skipped = 0.0  # never reset: a clock that went back would be worse than one that is ahead
+_skipped = 0.0  # seconds; never reset, because `now` must not go back
 
 
 def now() -> float:
-    """Return the seconds of a clock that only goes forward, including the pauses that were skipped."""
+    """Return the monotonic time in seconds, plus the pauses that `no_sleeping` skipped."""
     return time.monotonic() + _skipped
 
 
 @contextmanager
 def no_sleeping() -> Iterator[list[float]]:
-    """Skip all pauses between attempts, for tests; yields the list of the delays, in seconds, that were skipped.
+    """Skip all pauses between attempts, for tests.  Yield the list of the delays that were skipped, in seconds.
 
     Deadlines still see the skipped time pass.  Every retry in the process is affected until the block ends.
     """
@@ -81,7 +81,7 @@ class Deadline(float):
         return self
 
     def next_timeout(self) -> float | None:
-        """Return the seconds that the next wait may take; raise TimeoutError if the deadline has passed."""
+        """Return the seconds that the next wait may take, or raise TimeoutError if the deadline has passed."""
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
@@ -90,15 +90,15 @@ class Deadline(float):
         return None if left == inf else left
 
     def lift(self) -> None:
-        """Remove the end, because the response is a stream without one; the timeout of each wait stays."""
+        """Remove the deadline, because the response is a stream without an end.  The timeout of each wait stays."""
         self._ends = inf
 
 
 def call_with_deadline(timeout: float | None, function: Callable[[], T], close: Callable[[T], object]) -> T:
-    """Return the result of *function*; if *timeout* is a Deadline, raise TimeoutError when it has passed.
+    """Return the result of *function*.  If *timeout* is a Deadline, raise TimeoutError when it has passed.
 
-    A name lookup cannot be interrupted, so *function* runs in a thread that can be left behind.  A result that comes too late
-    is given to *close*.
+    A name lookup cannot be interrupted, so *function* runs in a thread, which is abandoned at the deadline.  A result
+    that comes later is passed to *close*.
     """
     if not isinstance(timeout, Deadline):
         return function()
@@ -124,7 +124,7 @@ def _set_result(future: Future[T], function: Callable[[], T]) -> None:
 async def with_deadline(
     awaitable: Awaitable[T], seconds: float, error: type[Exception], what: str = "the attempt"
 ) -> T:
-    """Return the result of *awaitable*; after *seconds*, cancel it and raise *error*.
+    """Return the result of *awaitable*.  After *seconds*, cancel it and raise *error*.
 
     A cancellation from elsewhere stays a cancellation.
     """

@@ -1,4 +1,4 @@
-"""The engine of all transports: give the request a key, store both, send with retries, and note the ending in the keyring."""
+"""The engine of all transports: it gives a request its key, stores both, sends with retries, and records the result."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .verdict import IDEMPOTENT_METHODS, Fault, HttpReply, Verdict, judge_fault,
 
 UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 
-# Stored beside the body.  None of them could be a credential: a resumed request goes through the client, which has those.
+# Headers that are stored with the body.  None is a credential: the client that resumes a request adds those.
 STORED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
 
 NEVER = float("inf")
 
 ANOTHER_HOST = (
-    "the client is for another host, which would get its credentials; nothing was sent: resume the operation through the "
-    "client that sent it, and give each client a keyring of its own"
+    "this client is for another host, and would send its credentials there, so nothing was sent: resume the operation "
+    "through the client that sent it, and give each client a keyring of its own"
 )
 
 # The entry that is being resumed in this context.
@@ -49,7 +49,7 @@ _resuming: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=No
 
 
 class LibraryErrors(NamedTuple):
-    """Our errors that are also the library's, so that code which catches the library's errors catches ours too."""
+    """Errors that are ours and also the library's, so that code that catches the library's errors catches them too."""
 
     exhausted: type[RetriesExhausted]
     timed_out: type[RetriesExhausted]
@@ -57,9 +57,9 @@ class LibraryErrors(NamedTuple):
 
 
 class RetryableRequest:
-    """A request of an HTTP library, as the retry loop takes it.  Each library has a subclass, which knows how to send it.
+    """A request of an HTTP library, in the form that the retry loop needs.  Each library has a subclass.
 
-    *name* is the host; the key and the timeout are written into *headers*, which are the request's own.
+    *name* is the host.  *headers* are the request's own: the key and the timeout are written into them.
     """
 
     method: str
@@ -76,7 +76,7 @@ class RetryableRequest:
     story: Story | None = None
 
     def body(self) -> Plan[bytes | None]:
-        """Return the bytes of the body, if it is small enough to be read and sent again; otherwise None."""
+        """Return the body as bytes if it is in memory, or small; otherwise None."""
         raise NotImplementedError
 
     def resendable(self) -> bool:
@@ -84,11 +84,11 @@ class RetryableRequest:
         raise NotImplementedError
 
     def send(self, timeout: float) -> Effect[HttpReply]:
-        """Return the effect that sends it once: a HttpReply within *timeout* seconds, or the library's error."""
+        """Return the effect of one attempt, which takes *timeout* seconds at most, and may raise the library's error."""
         raise NotImplementedError
 
     def close(self, reply: HttpReply) -> Effect[None]:
-        """Return the effect that closes a response which the next attempt will replace."""
+        """Return the effect that closes the response before the next attempt."""
         raise NotImplementedError
 
     def fault(self, error: Exception) -> Fault:
@@ -96,7 +96,7 @@ class RetryableRequest:
         raise NotImplementedError
 
     def attempt(self, number: int, timeout: float) -> Effect[HttpReply]:
-        # Only a keyed request can make the server wait: for a duplicate that is in progress.
+        # Only a keyed request can make the server wait: its operation may be in flight.
         if self.key is not None and self.timeout_header:
             self.headers[self.timeout_header] = f"{timeout:.3f}"
         return self.send(timeout)
@@ -134,12 +134,12 @@ class Engine:
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored before the first byte is sent; None: nowhere.
+        keyring: stores keys and requests before the first byte is sent.  With None, nothing is stored.
         header: carries the key.
         quoted: write the key as a quoted string, as the IETF draft asks for.
-        make_key: makes a key if the caller sent none; None: only the caller's own keys are used.
+        make_key: makes a key if the caller sent none.  With None, only the caller's own keys are used.
         remember: further headers that a resumed request needs.
-        timeout_header: tells the server how long the caller will wait for a keyed request; None: it is not told.
+        timeout_header: tells the server how long the caller waits for a keyed request.  With None, it is not sent.
         observers: are called with each `RetryEvent`.
     """
 
@@ -187,7 +187,7 @@ class Engine:
         return key
 
     def send(self, request: RetryableRequest) -> Plan[HttpReply]:
-        """Return the final (or the last) answer to a prepared request; its story then tells about the attempts."""
+        """Send a prepared request, and return its final answer, or the last one.  Its story then has the attempts."""
         body = yield from request.body()
         if request.key is not None and self.keyring is not None:
             return (yield from self._send_stored(request, self.keyring, body))
@@ -195,7 +195,7 @@ class Engine:
         return reply
 
     def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[HttpReply]:
-        """Store the key and the request durably, send, and note the ending; an interruption leaves the entry pending."""
+        """Store the key and the request durably, send, and record the result.  An interrupted entry stays pending."""
         started, policy = self.environment.now(), request.policy
         entry = self._entry(request, body)
         oldest = entry.created_at - policy.sendable
@@ -213,21 +213,21 @@ class Engine:
             raise
         except Exception:
             if held is not None:
-                yield from self._note_ending(request, keyring, held, new=is_new(held, entry))
+                yield from self._record_result(request, keyring, held, new=is_new(held, entry))
             raise
-        except BaseException:  # interrupted while it was stored, or in an attempt, of which the story does not tell
+        except BaseException:  # interrupted while the entry was stored, or in an attempt that the story does not have
             yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note_ending(request, keyring, held, new=is_new(held, entry), status=reply.status)
+        yield from self._record_result(request, keyring, held, new=is_new(held, entry), status=reply.status)
         return reply
 
-    def _note_ending(
+    def _record_result(
         self, request: RetryableRequest, keyring: Keyring, entry: Entry, *, new: bool, status: int = 0
     ) -> Plan[None]:
-        """Store that the operation is settled, or that its caller knows it to be open; forget it if nothing was sent."""
+        """Settle the entry after a final answer, forget it if nothing was sent, and leave it open otherwise."""
         story = request.story
         if status and story is not None and not story.reason and story.known in ("performed", "refused"):
-            yield from _despite_all(keyring.settle(entry, status))  # otherwise it was the last answer before giving up
+            yield from _despite_all(keyring.settle(entry, status))  # a reply with a reason is only the last one
         elif new and story is not None and story.known == "not_performed":
             yield from _despite_all(keyring.forget(entry))
         else:
@@ -266,7 +266,7 @@ class Engine:
     ) -> Plan[list[Resumed]]:
         """Send each interrupted operation again through *send*, under its own key, and return the results.
 
-        *serves* tells whether the client that sends is meant for a URL: another host must not get its credentials.
+        *serves* tells whether the client may send to a URL, because another host must not get its credentials.
         """
         keyring = self.require_keyring()
         resumed = []
@@ -281,7 +281,7 @@ class Engine:
         return resumed
 
     def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed | None]:
-        """Send one operation again, and return the result; None if another process was quicker."""
+        """Send one operation again, and return the result, or None if another process was quicker."""
         try:
             adopted = yield from keyring.adopt(entry)
         except OncemoreError as error:
@@ -295,7 +295,7 @@ class Engine:
         except BaseException:
             yield from _despite_all(keyring.release(adopted))
             raise
-        # An operation that cannot be resumed any more stays open, so that the caller of `resume` is told so once.
+        # An operation that can no longer be resumed is left open, so that `resume` reports it once.
         unknown = isinstance(done.error, OutcomeUnknown)
         yield from _despite_all(keyring.leave(adopted) if unknown else keyring.release(adopted))
         return done
@@ -312,10 +312,10 @@ class Engine:
         except Exception as error:
             return Resumed(entry, error=error)
         finally:
-            _resuming.set(None)  # not reset by a token: a plan that is dropped may be ended in another context
+            _resuming.set(None)  # not by a token, because a dropped plan may be ended in another context
 
     def require_keyring(self) -> Keyring:
-        """Return the keyring; raise ConfigurationError if there is none."""
+        """Return the keyring, or raise ConfigurationError if there is none."""
         if self.keyring is None:
             raise ConfigurationError("This client has no keyring: give it one, such as keyring='sqlite:///keys.db'")
         return self.keyring
@@ -337,7 +337,7 @@ def is_new(held: Entry, entry: Entry) -> bool:
 
 
 def _despite_all(plan: Plan[None]) -> Plan[None]:
-    """Carry *plan* out even if the caller is cancelled; if the keyring fails, log it: the caller still gets its answer."""
+    """Run *plan* even if the caller is cancelled.  If the keyring fails, log it: the caller still gets its answer."""
     yield FinishDespiteCancel(_log_failure(plan))
 
 
@@ -345,7 +345,7 @@ def _log_failure(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
     except Exception:
-        log.exception("The keyring could not note the outcome; the operation stays pending")
+        log.exception("The keyring could not store the result, so the operation stays pending: resume it later")
 
 
 class PendingOperations:
@@ -358,7 +358,7 @@ class PendingOperations:
         return run(self.engine.require_keyring().pending())
 
     def forget(self, entry: Entry) -> None:
-        """Remove a pending operation: its outcome is known now, or no longer matters."""
+        """Remove a pending operation, because its outcome is known now, or no longer matters."""
         run(self.engine.require_keyring().forget(entry))
 
     def _resume(
@@ -377,7 +377,7 @@ class AsyncPendingOperations:
         return await arun(self.engine.require_keyring().pending())
 
     async def forget(self, entry: Entry) -> None:
-        """Remove a pending operation: its outcome is known now, or no longer matters."""
+        """Remove a pending operation, because its outcome is known now, or no longer matters."""
         await arun(self.engine.require_keyring().forget(entry))
 
     async def _resume(

@@ -1,4 +1,4 @@
-"""Errors of the retry client.  Each carries the story of the attempts, which says what is known of the outcome."""
+"""Errors of the retry client.  A RetryError has the story of the attempts, with the knowledge of the outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RetryError(OncemoreError):
-    """The request did not succeed.  *story* has all attempts; *key* continues the operation later."""
+    """The request did not succeed.  *story* has all attempts.  With *key*, the operation can be continued later."""
 
     code = "CLIENT.retry"
     title = "The request did not succeed"
@@ -35,7 +35,7 @@ class RetriesExhausted(RetryError):
 
 
 class CircuitOpen(RetryError):
-    """The host has failed too often just now, so nothing was sent."""
+    """The host has failed too often in a row, so its circuit is open, and this attempt was not sent."""
 
     code = "CLIENT.circuit_open"
     title = "The circuit to this host is open"
@@ -43,7 +43,7 @@ class CircuitOpen(RetryError):
 
 
 class OutcomeUnknown(RetryError):
-    """The operation may have been performed, and the server may have forgotten its key: do not send it again, look it up."""
+    """The operation may have been performed, and it cannot be sent again safely.  Look it up at the server."""
 
     code = "CLIENT.outcome_unknown"
     title = "Whether the operation was performed is not known"
@@ -58,21 +58,21 @@ class AttemptTimeout(OncemoreError, TimeoutError):
 
 
 class KeyReused(PayloadMismatch):
-    """The keyring knows the key from another request; nothing was sent."""
+    """The keyring knows the key from another request, so nothing was sent."""
 
     code = "CLIENT.key_reused"
     title = "The idempotency key already names a different request"
 
 
 class CredentialsMissing(OncemoreError):
-    """The client that resumes an operation lacks its credentials, or is for another host; the operation stays pending."""
+    """The client that resumes an operation lacks its credentials, or is for another host.  It stays pending."""
 
     code = "CLIENT.credentials_missing"
     title = "The resumed operation lacks its credentials"
 
 
 class KeyringError(OncemoreError):
-    """The keyring failed to store the key, so nothing was sent."""
+    """The keyring failed.  If it could not store a key, nothing was sent."""
 
     code = "CLIENT.keyring"
     title = "The keyring failed"

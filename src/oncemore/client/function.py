@@ -25,7 +25,7 @@ NEVER = float("inf")
 
 
 class FunctionCall:
-    """One call of a function; it is also the effect of one attempt at it."""
+    """One call of a function.  It is also the effect of one attempt."""
 
     __slots__ = ("args", "function", "keywords", "name", "policy", "story", "timeout")
 
@@ -46,9 +46,9 @@ class FunctionCall:
 
     def run(self) -> Any:
         result = self.function(*self.args, **self.keywords)
-        if isinstance(result, CoroutineType):  # it has not begun, and its errors would not be noticed here
+        if isinstance(result, CoroutineType):  # it has not begun, so its errors would not be seen here
             result.close()
-            raise ConfigurationError(f"{self.name} gives a coroutine: write it as async def, and await in it")
+            raise ConfigurationError(f"{self.name} returned a coroutine: write it as async def, and await in it")
         return result
 
     async def arun(self) -> Any:
@@ -70,7 +70,7 @@ class FunctionCall:
         return None
 
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
-        # The caller expects the function's own errors; the story is a note on it.
+        # The caller expects the function's own error, so the story is a note on it.
         if error is not None:
             error.add_note(str(story))
         return error
@@ -105,7 +105,7 @@ def retry(
     Args:
         policy: a `Retry`; its *settings* can be given by name instead.
         host: names the budget and the breaker, which all calls with this host share.
-        key: names a parameter that gets a key if the caller gave none; it is the same in every attempt of a call.
+        key: names a parameter that gets a key if the caller gave none.  All attempts of a call have the same key.
         observers: are called with each `RetryEvent`.
     """
     if callable(policy) and not isinstance(policy, Retry):
@@ -122,7 +122,7 @@ def _decorate(
 ) -> Any:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError(
-            f"{function!r} is a generator: its body runs after the call, so nothing would be retried"
+            f"{function!r} is a generator, whose errors come after the call: retry a function that consumes it"
         )
     name = host or own_name(function)
     fill_key = None if key is None else key_filler(function, key)
@@ -145,7 +145,7 @@ def _decorate(
 
 
 def own_name(function: Any) -> str:
-    """Return the name for the story: of the function in a partial, or of the class of a callable object."""
+    """Return the name for the story.  A partial is named after its function, a callable object after its class."""
     called = function.func if isinstance(function, partial) else function
     named = called if hasattr(called, "__qualname__") else type(called)
     return f"{named.__module__}.{named.__qualname__}"

@@ -12,17 +12,17 @@ from ..errors import ConfigurationError
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
-# A crawler meets any number of hosts; the oldest are forgotten.
+# A crawler may meet any number of hosts, so the oldest are forgotten.
 MAX_HOSTS = 10_000
 
 
 def host_name(scheme: str, host: str, port: int | None) -> str:
-    """Return one name for a host, however a library writes it."""
+    """Return the name of a host with its port, such as `example.com:443`: the same for all spellings."""
     return f"{host.lower()}:{port or DEFAULT_PORTS.get(scheme, 0)}"
 
 
 def has_origin(base: object, url: str) -> bool:
-    """Whether *url* has the scheme, host and port of *base*; None and an empty base, of a client that has none, fit any."""
+    """Whether *url* has the scheme, host and port of *base*, or *base* is None or empty."""
     if not base or not str(base):
         return True
     ours, theirs = urlsplit(str(base)), urlsplit(url)
@@ -34,9 +34,9 @@ def name_in(parts: SplitResult) -> str:
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """How many failures of a host stop the retries (gRPC's retry throttling).
+    """A limit on retries: failures of a host use it up (gRPC's retry throttling).
 
-    A failed attempt takes one token, a successful one gives *ratio* back; while no more than half are left, nobody retries.
+    A failed attempt takes one token, and a successful one returns *ratio*.  If only half are left, nothing is retried.
     """
 
     tokens: float = 100.0
@@ -44,25 +44,29 @@ class Budget(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not (0 < self.tokens < float("inf") and 0 <= self.ratio <= 1):
-            raise ConfigurationError(f"budget: tokens ({self.tokens}) must be positive, ratio ({self.ratio}) 0 to 1")
+            raise ConfigurationError(
+                f"budget: tokens ({self.tokens}) must be above 0, and ratio ({self.ratio}) from 0 to 1"
+            )
 
 
 DEFAULT_BUDGET = Budget()
 
 
 class Breaker(msgspec.Struct, frozen=True):
-    """After *failures* in a row nothing is sent for *cooldown* seconds; then a single attempt, the probe, decides."""
+    """After *failures* in a row, nothing is sent for *cooldown* seconds.  Then one attempt, the probe, decides."""
 
     failures: int = 5
     cooldown: float = 30.0
 
     def __post_init__(self) -> None:
         if self.failures < 1 or not 0 < self.cooldown < float("inf"):
-            raise ConfigurationError("breaker: failures must be at least 1, and cooldown longer than 0 seconds")
+            raise ConfigurationError(
+                f"breaker: failures ({self.failures}) must be at least 1, and cooldown ({self.cooldown} s) longer than 0 s"
+            )
 
 
 class Host:
-    """The circuit of one host, and the *tokens* that are left of its budget.  The caller passes the time."""
+    """The circuit of one host, and the *tokens* left of its budget.  The caller passes the time."""
 
     __slots__ = ("_failures", "_lock", "_open_until", "breaker", "budget", "tokens")
 
@@ -78,15 +82,15 @@ class Host:
         """Whether the budget allows another retry."""
         return self.budget is None or self.tokens > self.budget.tokens / 2
 
-    def closed_in(self, now: float) -> float:
-        """Return the seconds until the circuit lets an attempt through; 0 for an attempt that may begin, as the probe."""
+    def admit(self, now: float) -> float:
+        """Return 0 if an attempt may begin now, perhaps as the probe, or the seconds to wait."""
         breaker = self.breaker
         if breaker is None or self._failures < breaker.failures:
             return 0.0
         with self._lock:
             if now < self._open_until:
                 return self._open_until - now
-            # This caller is the probe.  If it never reports, the next one after the cooldown is.
+            # This caller is the probe.  If it never reports its result, another one follows after the cooldown.
             self._open_until = now + breaker.cooldown
             return 0.0
 
@@ -95,9 +99,9 @@ class Host:
         return self.breaker is not None and self._failures >= self.breaker.failures and now < self._open_until
 
     def succeeded(self) -> None:
-        """Count an attempt for which the host is not to blame."""
+        """Count an attempt that did not fail because of the host."""
         if not self._failures and (self.budget is None or self.tokens >= self.budget.tokens):
-            return  # nothing to change; most calls end here
+            return  # most calls end here, without the lock
         with self._lock:
             if self.budget:
                 self.tokens = min(self.budget.tokens, self.tokens + self.budget.ratio)
@@ -121,7 +125,7 @@ class Hosts:
         self.forget()
 
     def get(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host | None:
-        """Return the state of the host *name*; None without a budget and a breaker."""
+        """Return the state of the host *name*, or None if there is no budget and no breaker."""
         if budget is None and breaker is None:
             return None
         known = self._known.get((name, budget, breaker))
@@ -133,12 +137,12 @@ class Hosts:
         return known
 
     def succeeded(self, name: str, budget: Budget | None, breaker: Breaker | None) -> None:
-        """Count a success; a host that never failed has nothing to regain, and is not remembered."""
+        """Count a success.  A host that never failed is not remembered, because it has no tokens to regain."""
         if self._known and (known := self._known.get((name, budget, breaker))):
             known.succeeded()
 
     def forget(self) -> None:
-        """Start anew; a forked child may have inherited a lock that nobody will release."""
+        """Forget all hosts, and replace the lock: a forked child may have inherited it locked."""
         self._known = {}
         self._lock = threading.Lock()
 

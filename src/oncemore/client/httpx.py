@@ -43,7 +43,7 @@ class RequestUnknown(OutcomeUnknown, httpx.TransportError):
 
 ERRORS = LibraryErrors(RequestExhausted, RequestTimedOut, RequestUnknown)
 
-# The first that fits; every error after the connection was made counts as sent.
+# The first class that matches decides.  Every error after the connection was made counts as sent.
 FAULTS: list[tuple[type[BaseException], Fault]] = [
     (httpx.ConnectTimeout, Fault("timeout", sent=False)),
     (httpx.PoolTimeout, Fault("timeout", sent=False)),
@@ -59,16 +59,16 @@ PHASES = ("connect", "read", "write", "pool")  # each has a timeout of its own
 
 
 class RetryTransport(PendingOperations, httpx.BaseTransport):
-    """A transport that sends again under one key: unsafe requests get a key, stored before the first byte is sent.
+    """A transport that retries each request under one key.  The keyring stores the key before the first byte is sent.
 
     The last answer is returned whatever its status; `response.extensions["oncemore"]` is its story.  A request can bring its
     own policy in `extensions={"retry": Retry(...)}`, and its own key in the key's header.
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         transport: sends the requests; an `httpx.HTTPTransport` by default.
-        options: those of `Engine`.
+        options: arguments of `Engine`.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         return _with_story(run(self.engine.send(sent)), sent)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
-        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+        """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
-        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        *client* sends them, because the keyring stores no credentials.  With *opened*, operations in
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         sender = client or httpx.Client(transport=self, timeout=None)
@@ -124,7 +124,7 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         return _with_story(await arun(self.engine.send(sent)), sent)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
-        """Send pending operations again through *client*; see `RetryTransport.resume`."""
+        """Send each unfinished operation again through *client*: see `RetryTransport.resume`."""
 
         sender = client or httpx.AsyncClient(transport=self, timeout=None)
         serves = partial(has_origin, sender.base_url)
@@ -143,7 +143,7 @@ def _with_story(reply: HttpReply, request: RetryableRequest) -> httpx.Response:
 
 def _stored_request(client: httpx.Client | httpx.AsyncClient, entry: Entry) -> httpx.Request:
     request = client.build_request(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
-    request.url = httpx.URL(entry.url)  # as it was: a client's own parameters would go before those of the request
+    request.url = httpx.URL(entry.url)  # without the parameters that the client has added
     return request
 
 
@@ -167,7 +167,7 @@ class HttpxRequest(RetryableRequest):
 
     def body(self) -> Plan[bytes | None]:
         if isinstance(self.request.stream, httpx.ByteStream):
-            return self.request.read()  # in memory already, for async clients too
+            return self.request.read()  # it is in memory, also with async clients
         length = content_length(self.headers)
         if length is not None and length <= MAX_BODY:
             content: bytes = yield Do(self.request.read, self.request.aread)
@@ -220,7 +220,7 @@ class HttpxRequest(RetryableRequest):
         return _reply(response, content)
 
     def _body(self, response: httpx.Response) -> ResponseBody | None:
-        """Return the body if reading it belongs to the attempt."""
+        """Return the body if it is to be read within the attempt, otherwise None."""
         mode = read_mode(response.status_code, response.headers)
         if mode == "endless":
             for deadline in self._deadlines.values():
@@ -231,7 +231,7 @@ class HttpxRequest(RetryableRequest):
 
 
 def _reply(response: httpx.Response, content: bytes | None) -> HttpReply:
-    """Return the reply; the caller can read *content* again."""
+    """Return the reply, and let the caller read *content* again."""
     error_body = b""
     if content is not None:
         response.stream = httpx.ByteStream(content)
@@ -251,7 +251,7 @@ def _decompress(response: httpx.Response, body: bytes) -> bytes:
 
 
 class SingleUseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A request body that can be sent only once; *begun* says whether that has started."""
+    """A request body that can be sent only once.  *begun* is True as soon as sending has started."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -268,7 +268,7 @@ class SingleUseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class ResponseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A response body that can be read ahead; as a stream, it gives those chunks and then the rest, until *ends*."""
+    """A response body that can be read ahead.  As a stream, it yields those chunks, then the rest until *ends*."""
 
     def __init__(self, source: Any, ends: float) -> None:
         self._source = source
@@ -289,7 +289,7 @@ class ResponseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         return b"".join(self._chunks)
 
     async def aread_ahead(self) -> bytes | None:
-        """The awaited form of `read_ahead`."""
+        """Do the same as `read_ahead`, for async clients."""
         size = 0
         self._rest = aiter(self._source)
         async for chunk in self._rest:
@@ -339,7 +339,7 @@ class BoundedStream(httpcore.NetworkStream):
 
     def __init__(self, stream: httpcore.NetworkStream, connect_timeout: float | None) -> None:
         self._stream = stream
-        # A SOCKS greeting is read without a timeout: the one for connecting applies, until the first timeout is given.
+        # A SOCKS greeting is read without a timeout, so the connect timeout applies until the first timeout is given.
         self._connect_timeout = connect_timeout
 
     def _next_timeout(self, timeout: float | None, error: type[Exception]) -> float | None:
@@ -383,7 +383,7 @@ class BoundedBackend(httpcore.NetworkBackend):
 
     @classmethod
     def around(cls, backend: httpcore.NetworkBackend) -> httpcore.NetworkBackend:
-        """Return a bounded backend; *backend* itself if it is one already, or no backend for blocking sockets."""
+        """Return *backend* wrapped, or unchanged if it is wrapped already or is not for blocking sockets."""
         if isinstance(backend, cls) or not isinstance(backend, httpcore.NetworkBackend):
             return backend
         return cls(backend)

@@ -1,4 +1,4 @@
-"""Keys for operations: new ones, made of time and random bits, and keys derived from business data."""
+"""Keys for operations: new keys of time and random bits, and keys derived from business data."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ FATAL = (
 
 
 class RetryAdapter(PendingOperations, HTTPAdapter):
-    """An adapter that sends again under one key; `response.oncemore` is the story.
+    """An adapter that retries each request under one key.  `response.oncemore` is its story.
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         pool: arguments of requests' HTTPAdapter.
-        options: those of `Engine`.
+        options: arguments of `Engine`.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
         return super().send(request, **options)
 
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
-        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+        """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        *session* sends them, because the keyring stores no credentials.  With *opened*, operations in
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         def send(entry: Entry) -> requests.Response:
-            params = dict.fromkeys(session.params or ())  # None, so that they are not added again: the URL has them
+            params = dict.fromkeys(session.params or ())  # None removes them, because the URL has them already
             return session.request(entry.method, entry.url, params, data=entry.body, headers=entry.kept_headers)
 
         return self._resume(send, opened, lambda url: self._is_mounted(session, url))
@@ -157,7 +157,7 @@ class RequestsRequest(BlockingRequest):
 
 
 def _original_error(error: BaseException) -> BaseException:
-    """Return the error of urllib3 or of the socket that requests has wrapped."""
+    """Return the error of urllib3 or of the socket that an error of requests wraps."""
     if isinstance(error, MaxRetryError) and error.reason is not None:
         return _original_error(error.reason)
     inner = error.args[0] if error.args else None

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 else:
     OptionalSeconds = float
 
-# Too many requests, the server's own failures, and its "you were too slow": the same request may pass in a moment.
+# Request timeout (408), too many requests (429) and server errors: the same request may succeed later.
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
 
 # When a webhook is delivered again: seconds after the first attempt.
 WEBHOOK_OFFSETS = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 21600.0, 43200.0, 86400.0)
 
-# A scheduled attempt begins early by 1 % to 10 % of the gap before it.  So callers are kept apart, and the last attempt,
-# due at the very end of the window, still has time to be answered.
+# A scheduled attempt begins early by 1 % to 10 % of the gap before it.  This keeps callers apart, and leaves time for
+# the answer to the last attempt, which is due at the end of the window.
 EARLY, EARLY_SPREAD = 0.01, 0.09
 
 
@@ -63,15 +63,15 @@ class Retry:
     """When to try again.  Durations are seconds, or text such as `"5m"` that is converted to seconds.
 
     Args:
-        attempts: how many there are, including the first one.
+        attempts: their number, including the first one.
         deadline: the hard limit for all attempts and pauses together.
         attempt_timeout: the hard limit for one attempt.
         base, factor, cap, jitter, spread: the pauses, see `Backoff`.
         schedule: the times of the retries, counted from the first attempt, in place of a backoff.
         statuses: the statuses of HTTP after which to try again.
-        errors: for plain functions, the exceptions after which to try again, and also exceptions with
+        errors: for plain functions, the exceptions after which to try again, in addition to those with
             `retryable = True`; or a function that decides alone.
-        key_lifetime: how long the server remembers a key: afterwards it would take a retry for a new operation.
+        key_lifetime: how long the server remembers a key.  Later, it would take a retry for a new operation.
         budget, breaker: limits per host, shared by the process.
     """
 
@@ -90,7 +90,7 @@ class Retry:
     budget: Budget | None = DEFAULT_BUDGET
     breaker: Breaker | None = None
     backoff: Backoff = field(init=False, repr=False, compare=False)
-    # How long a key may be sent: the last attempt must arrive while the server still knows it.
+    # Seconds for which a key may be sent: the last attempt must arrive while the server still knows the key.
     sendable: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,14 +119,18 @@ class Retry:
                 f"errors = {kinds!r}: give exceptions, or a function that says whether to try again"
             )
         if self.deadline <= 0 or self.attempt_timeout == 0 or self.key_lifetime <= 0:
-            raise ConfigurationError("deadline, attempt_timeout and key_lifetime must be longer than 0 seconds")
+            raise ConfigurationError(
+                f"deadline ({self.deadline:g} s), attempt_timeout ({self.attempt_timeout!r}) and key_lifetime "
+                f"({self.key_lifetime:g} s) must be longer than 0 s"
+            )
         if (self.attempt_timeout or self.deadline) >= self.key_lifetime:
             raise ConfigurationError(
-                "key_lifetime must be longer than one attempt can take (attempt_timeout, deadline)"
+                f"key_lifetime ({self.key_lifetime:g} s) must be longer than one attempt may take "
+                f"({self.attempt_timeout or self.deadline:g} s): shorten attempt_timeout or deadline"
             )
         if list(self.schedule) != sorted(self.schedule):
             raise ConfigurationError(
-                f"schedule = {self.schedule}: times count from the first attempt, so each must be later"
+                f"schedule = {self.schedule}: times count from the first attempt, so write them in ascending order"
             )
         if self.schedule and len(self.schedule) < self.attempts - 1:
             raise ConfigurationError(
@@ -148,7 +152,7 @@ class Retry:
         return max(0.0, due - gap * (EARLY + EARLY_SPREAD * chance) - elapsed)
 
     def delays(self, random: Callable[[], float] = chances.random) -> Iterator[float]:
-        """Return one sample of the pauses between the attempts, as if every attempt failed at once."""
+        """Yield one sample of the pauses between the attempts, as if every attempt failed immediately."""
         previous = elapsed = 0.0
         for retry in range(1, self.attempts):
             previous = self.delay(retry, random(), previous=previous, elapsed=elapsed)
@@ -157,7 +161,7 @@ class Retry:
 
     @classmethod
     def _preset(cls, pace: Changes, changes: Changes) -> Retry:
-        """Return the policy with the fields of *pace*, or those of *changes* in their place."""
+        """Return the policy with the fields of *pace*, replaced by the fields of *changes*."""
         for name in changes:
             if name not in Changes.__annotations__:
                 raise ConfigurationError(
@@ -169,38 +173,38 @@ class Retry:
 
     @classmethod
     def playbook(cls, **changes: Unpack[Changes]) -> Retry:
-        """Pauses of 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
+        """Return the default policy: pauses of 100–200, 200–400, 400–800 and 800–1600 ms, within 10 s in all."""
         return cls._preset({}, changes)
 
     @classmethod
     def user_facing(cls, **changes: Unpack[Changes]) -> Retry:
-        """For a request that a user waits for: 3 retries within 10 s."""
+        """Return a policy for a request that a user waits for: 3 retries within 10 s."""
         return cls._preset({"attempts": 4, "deadline": 10.0}, changes)
 
     @classmethod
     def background_job(cls, **changes: Unpack[Changes]) -> Retry:
-        """For work that no user waits for: 5 retries within 5 minutes."""
+        """Return a policy for work that no user waits for: 5 retries within 5 minutes."""
         pace: Changes = {"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0}
         return cls._preset(pace, changes)
 
     @classmethod
     def webhook_delivery(cls, **changes: Unpack[Changes]) -> Retry:
-        """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first.
+        """Return a policy for deliveries: 10 attempts over 24 hours, the retries 5 s to 24 h after the first attempt.
 
-        The schedule counts the first attempt, and ends with the window.
+        The last time of the schedule is the end of the window.
         """
         pace: Changes = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
         return cls._preset({**pace, "key_lifetime": 7 * 86400.0}, changes)
 
     @classmethod
     def scheduled_task(cls, **changes: Unpack[Changes]) -> Retry:
-        """For a task that runs at fixed times: 3 retries within an hour."""
+        """Return a policy for a task that runs at fixed times: 3 retries within an hour."""
         pace: Changes = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
         return cls._preset(pace, changes)
 
     @classmethod
     def matchmaking(cls, **changes: Unpack[Changes]) -> Retry:
-        """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
+        """Return a policy for matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
         pace: Changes = {
             "attempts": 4,
             "deadline": 120.0,
@@ -213,7 +217,7 @@ class Retry:
 
 
 def check_policy(policy: object) -> Retry:
-    """Return *policy*, or the default if it is None; raise ConfigurationError if it is no Retry."""
+    """Return *policy*, or the default policy if it is None.  Raise ConfigurationError if it is no Retry."""
     if policy is None:
         return Retry()
     if not isinstance(policy, Retry):
@@ -223,7 +227,7 @@ def check_policy(policy: object) -> Retry:
     return policy
 
 
-# For code that already uses another library.
+# For code that uses another library already.
 
 
 def tenacity_arguments(retry: Retry) -> dict[str, Any]:
@@ -250,9 +254,9 @@ def tenacity_arguments(retry: Retry) -> dict[str, Any]:
 
 
 def stamina_arguments(retry: Retry) -> dict[str, Any]:
-    """Return keyword arguments for `stamina.retry(**…)`; it has one kind of jitter, so only `additive` and `none` are exact."""
+    """Return keyword arguments for `stamina.retry(**…)`.  Only the jitters `additive` and `none` are exact there."""
     if retry.schedule:
-        raise ConfigurationError("stamina knows no schedule of its own: use oncemore's retry, or tenacity")
+        raise ConfigurationError("stamina has no schedules: use oncemore's retry, or tenacity_arguments")
     jitter = {"additive": retry.spread, "none": 0.0}.get(retry.jitter, retry.base)
     return {
         "on": retry.wants,

@@ -36,9 +36,9 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct):
-    """All attempts of one call under *key*; *reason* says why there was no further one.
+    """All attempts of one call under *key*.  *reason* says why there was no further attempt.
 
-    *continued*: an earlier call, of which this story does not tell, may have had the operation performed.
+    *continued*: an earlier call, whose attempts are not in this story, may have performed the operation.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Story(msgspec.Struct):
 
     @property
     def known(self) -> Known:
-        """The knowledge of the outcome; an attempt that may have been performed leaves it unknown until an answer comes."""
+        """The knowledge of the outcome.  It stays unknown after a doubtful attempt until a success or a replay."""
         if not self.attempts:
             return "unknown" if self.continued else "not_performed"
         last = self.attempts[-1].verdict
@@ -59,7 +59,7 @@ class Story(msgspec.Struct):
         return "unknown" if doubtful else last.known
 
     def csv(self) -> str:
-        """The retry log: attempt, delay_ms, status, code, notes."""
+        """Return the retry log as CSV: attempt, delay_ms, status, code, notes."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         table.writerow(("attempt", "delay_ms", "status", "code", "notes"))
@@ -96,7 +96,7 @@ log = logging.getLogger("oncemore.client")
 
 
 def notify(observers: Sequence[RetryObserver], event: RetryEvent) -> None:
-    """Call each observer with *event*; an observer that raises is logged and never disturbs the request."""
+    """Call each observer with *event*.  If an observer raises, log its error, and go on with the request."""
     for observer in observers:
         try:
             observer(event)

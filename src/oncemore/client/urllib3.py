@@ -51,9 +51,9 @@ class PoolUnknown(OutcomeUnknown, HTTPError):
 
 ERRORS = LibraryErrors(PoolExhausted, PoolTimedOut, PoolUnknown)
 
-# The first that fits; every error after the connection was made counts as sent.
+# The first class that matches decides.  Every error after the connection was made counts as sent.
 FAULTS: list[tuple[type[BaseException], Fault]] = [
-    (NewConnectionError, Fault("connection", sent=False)),  # which urllib3 derives from the timeout
+    (NewConnectionError, Fault("connection", sent=False)),  # before its base class, the timeout
     (ConnectTimeoutError, Fault("timeout", sent=False)),
     (ProxyError, Fault("connection", sent=False)),
     (Urllib3Timeout, Fault("timeout")),
@@ -67,13 +67,13 @@ FAULTS: list[tuple[type[BaseException], Fault]] = [
 
 
 class RetryPoolManager(PendingOperations, urllib3.PoolManager):
-    """A PoolManager that sends again under one key; `response.oncemore` is the story.
+    """A PoolManager that retries each request under one key.  `response.oncemore` is its story.
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         pool: arguments of urllib3's PoolManager.
-        options: those of `Engine`.
+        options: arguments of `Engine`.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
         return super().urlopen(method, url, redirect, headers=headers, **options)
 
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
-        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+        """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
-        *headers* are the credentials, because the keyring stores none.  With *opened*, operations in state `open` are sent
-        again too: their callers were told that the outcome is unknown.
+        *headers* add the credentials, because the keyring stores none.  With *opened*, operations in state `open` are
+        sent again too: their callers know that the outcome is unknown.
         """
 
         def send(entry: Entry) -> Any:
@@ -143,7 +143,7 @@ class BlockingRequest(RetryableRequest):
         """Go back to the beginning of the body, also if a redirect sends it to another address."""
         if not self._sent.resendable():
             raise self.unrewindable(
-                "the body is a generator that has ended, so it cannot be sent to the redirect's address"
+                "the body is a generator that has ended, so it cannot follow the redirect: send bytes or a file"
             )
         self._sent.rewind()
 
@@ -161,7 +161,7 @@ def deadlines(timeout: Any, seconds: float) -> tuple[Deadline, Deadline]:
 
 
 class Urllib3Request(BlockingRequest):
-    """One request of a pool; *urlopen* is the pool's own."""
+    """One request of a pool, sent by the pool's own *urlopen*."""
 
     errors = ERRORS
 
@@ -223,7 +223,7 @@ class RetryingPool:
 
 
 class BoundedConnection(ConnectHook):
-    """A connection that keeps the deadline of its timeout, if that is a Deadline, in everything it does."""
+    """A connection that ends each wait at its deadline, if its timeout is a Deadline."""
 
     timeout: Any
     sock: Any
@@ -252,7 +252,7 @@ class BoundedConnection(ConnectHook):
 
 
 class BoundedFile(io.RawIOBase):
-    """The file from which http.client reads a response; each wait ends at the deadline."""
+    """The file from which http.client reads a response.  Each wait ends at the deadline."""
 
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
@@ -261,7 +261,7 @@ class BoundedFile(io.RawIOBase):
         self.ended = False
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Return the buffered file; http.client asks for it as it would ask a socket."""
+        """Return the buffered file.  http.client calls this method of its socket."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -279,7 +279,7 @@ class BoundedFile(io.RawIOBase):
 
 
 class WholeResponse(http.client.HTTPResponse):
-    """A response with complete headers; http.client itself accepts headers that break off."""
+    """A response that refuses incomplete headers, because http.client itself accepts headers that break off."""
 
     def __init__(self, file: BoundedFile, **options: Any) -> None:
         super().__init__(file, **options)  # type: ignore[arg-type]

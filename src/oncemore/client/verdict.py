@@ -1,6 +1,6 @@
-"""Judgement of answers and errors: are they final or worth another attempt, and what is known of the outcome?
+"""Verdicts on answers and errors: whether to try again, and whether the operation was performed.
 
-The functions at the end read what a server says about retries: Retry-After, RateLimit, should-retry headers, problem documents.
+The functions at the end read the server's advice: Retry-After, RateLimit, should-retry headers, problem documents.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 
 Known = Literal["performed", "refused", "not_performed", "unknown"]
 
-# Methods that HTTP itself declares repeatable; all others need a key.
+# Methods that HTTP itself declares repeatable.  All others need a key.
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 
 
 class Headers(Protocol):
-    """The header fields of an answer; names are found in any case."""
+    """The header fields of an answer.  The case of a name does not matter."""
 
     def get(self, name: str, /) -> str | None: ...
 
 
 class HttpReply(msgspec.Struct, frozen=True):
-    """A server's answer as far as a verdict needs it, and the library's own *response*."""
+    """The parts of an answer that a verdict needs, and the library's own *response*."""
 
     status: int
     headers: Headers
@@ -48,7 +48,7 @@ class Fault(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """Whether to try *again*, and why.
 
-    *after* is the pause in seconds that the server asks for, *at_once* asks for none.  *blame*: the failure counts against
+    *after* is the pause in seconds that the server asks for; *at_once* means no pause.  *blame*: it counts against
     the host's budget and breaker.  *stored*: the server replayed a stored answer, which will never change.
     """
 
@@ -67,7 +67,7 @@ ACCEPTED = Verdict(False, "200", "success")
 
 
 def judge_reply(reply: HttpReply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
-    """Return the verdict on an answer; *repeatable* says whether sending the request again is harmless."""
+    """Return the verdict on an answer.  *repeatable* says whether the request may safely be sent again."""
     status = reply.status
     if status < 400:
         return accepted(status)
@@ -93,7 +93,7 @@ def judge_reply(reply: HttpReply, *, repeatable: bool, keyed: bool, statuses: fr
 
 @cache
 def accepted(status: int) -> Verdict:
-    """Return the verdict on an answer that is no error; the retry log writes every success as 200, with the status as code."""
+    """Return the verdict on an answer that is no error.  The retry log names it 200; its code is the status."""
     if status in (307, 308):  # the operation is performed at another address, if at all
         return Verdict(False, "3xx", "redirected", str(status), known="refused")
     return Verdict(False, "200", "success", str(status))
@@ -110,7 +110,7 @@ def judge_fault(fault: Fault, *, repeatable: bool) -> Verdict:
 
 
 def find_fault(error: BaseException, faults: Sequence[tuple[type[BaseException], Fault]]) -> Fault:
-    """Return the fault of the first class in *faults* that *error* belongs to; any other error is fatal."""
+    """Return the fault of the first class in *faults* that *error* is an instance of.  Any other error is fatal."""
     name = type(error).__name__
     for kind, fault in faults:
         if isinstance(error, kind):
@@ -141,7 +141,7 @@ def _note(status: int, error_code: str, *, replayed: bool, barred: bool) -> str:
     return note
 
 
-# Nine digits are thirty years of seconds: more of them is an attack, or a mistake.
+# Nine digits are thirty years.  A longer number is an attack or a mistake.
 SECONDS = re.compile(r"[0-9]{1,9}")
 
 # `"default";r=0;t=30` in the newer drafts, `limit=100, remaining=0, reset=30` in the older ones.
@@ -150,7 +150,7 @@ RATE_LIMITS = [
     re.compile(r"\bremaining=(?P<left>\d{1,9})\b.*?\breset=(?P<reset>\d{1,9})\b", re.ASCII),
 ]
 
-# Categories of error codes, and whether to try again; the first prefix that fits decides.
+# Prefixes of error codes, and whether to try again.  The first prefix that matches decides.
 CODES = (
     ("CONFLICT.idempotency.in_progress", True),
     ("RATE_LIMIT.", True),
@@ -164,7 +164,7 @@ CODES = (
     ("idempotency_key_in_use", True),  # Stripe's code for a request that is still running
 )
 
-# Error codes that say what is known of the operation itself; it was refused now, but an earlier attempt was not.
+# Error codes that tell of an earlier attempt: this request was refused, but that attempt performed, or may have.
 KNOWN: dict[str, Known] = {
     "CONFLICT.idempotency.outcome_unknown": "unknown",
     "CONFLICT.idempotency.outcome_not_kept": "performed",
@@ -175,7 +175,7 @@ MAX_PROBLEM = 64 * 1024
 
 
 class Problem(msgspec.Struct):
-    """The members of a problem document (or of Stripe's errors) that concern retries; their types are not trusted."""
+    """The members of a problem document (or of Stripe's errors) that concern retries.  A server may send any types."""
 
     error_code: Any = None
     retryable: Any = None
@@ -186,7 +186,7 @@ decode_problem = msgspec.json.Decoder(Problem).decode
 
 
 def http_date(text: str) -> float | None:
-    """Parse a date in any of HTTP's three forms into seconds since the epoch; return None for any other text."""
+    """Return the seconds since the epoch for a date in any of HTTP's three forms, or None for any other text."""
     try:
         date = parsedate_tz(text) if text.endswith("GMT") or text[-4:].isdigit() else None
         return float(mktime_tz(date)) if date and 1 <= date[2] <= 31 else None
@@ -195,7 +195,7 @@ def http_date(text: str) -> float | None:
 
 
 def retry_after(headers: Headers, now: float) -> float | None:
-    """Return the seconds of Retry-After.  *now* is the wall clock, used only if the server does not send its own Date."""
+    """Return the seconds of Retry-After, or None.  *now* is the wall clock, used if the server sends no Date."""
     text = headers.get("Retry-After")
     if text is None:
         return None
@@ -208,7 +208,7 @@ def retry_after(headers: Headers, now: float) -> float | None:
 
 
 def rate_limit_reset(headers: Headers) -> float | None:
-    """Return the seconds until the quota is refilled, if the server says that it is used up."""
+    """Return the seconds until the quota is refilled, or None if the server does not say that it is used up."""
     for form in RATE_LIMITS:
         found = form.search((headers.get("RateLimit") or "")[:1024])
         if found:
@@ -218,13 +218,13 @@ def rate_limit_reset(headers: Headers) -> float | None:
 
 
 def is_replayed(headers: Headers) -> bool:
-    """Whether the server says that this is a stored answer, so that another attempt can only bring the same."""
+    """Whether the server says that this is a stored answer.  Another attempt would get the same one."""
     words = (headers.get("Idempotency-Status"), headers.get("Idempotent-Replayed"))
     return any((word or "").strip().lower() in ("replayed", "true") for word in words)
 
 
 def should_retry(headers: Headers, body: bytes) -> tuple[bool | None, str]:
-    """Return whether the server asks for a retry (None: it does not say), and its error code."""
+    """Return whether the server asks for a retry (None if it does not say), and its error code."""
     code, said = _problem(headers, body)
     header = headers.get("Stripe-Should-Retry") or headers.get("X-Should-Retry")
     if header in ("true", "false"):

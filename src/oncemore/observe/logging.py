@@ -84,7 +84,7 @@ def log_events(
 
 
 def key_display(keys: Keys, secret: bytes) -> Callable[[str], str]:
-    """Return the function by which keys and scopes are shown."""
+    """Return the function that converts keys and scopes for display."""
     if keys not in ("plain", "digest"):
         raise ConfigurationError(f"keys = {keys!r} is unknown: choose 'plain' or 'digest'")
     if secret and keys == "plain":
@@ -108,7 +108,7 @@ def digest_with(secret: bytes) -> Callable[[str], str]:
 
 
 def event_fields(event: Event, display: Callable[[str], str]) -> dict[str, Any]:
-    """Return the fields of a log record or span event; their names are part of the public interface."""
+    """Return the fields of a log record or span event.  Their names are part of the public interface."""
     before, after = STATES.get(event.kind, ("", ""))
     if event.kind == "claimed" and event.attempt > 1:  # an earlier attempt failed
         before = "released"

@@ -1,4 +1,4 @@
-"""The metrics, and the measurements that each event adds to them; Prometheus and OpenTelemetry share both.
+"""The metrics, and the measurements that each event adds to them.  Prometheus and OpenTelemetry share both.
 
 Names have dots, as in OpenTelemetry.  In Prometheus, `idempotent.created` is `idempotent_created_total`.
 """
@@ -98,7 +98,7 @@ class Measurement(NamedTuple):
 
 
 class RetryRunFields(Protocol):
-    """The part of a retry event's `story` that is measured.  Packages beside each other do not import each other."""
+    """The part of a retry event's `story` that is measured: this package does not import the client's classes."""
 
     @property
     def name(self) -> str: ...

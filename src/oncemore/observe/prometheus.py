@@ -36,7 +36,7 @@ log = logging.getLogger("oncemore")
 
 Registered = dict[Metric, Counter | Histogram]
 
-# A registry refuses a second metric of the same name, so all guards of a process share these.
+# The metrics of each registry.  It refuses a second one of the same name, so all guards of a process share them.
 _registered: WeakKeyDictionary[CollectorRegistry, Registered] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -62,7 +62,7 @@ def count_retries(registry: CollectorRegistry = REGISTRY) -> Callable[[RetryEven
 
 
 def count_tiers(guard: Guard, registry: CollectorRegistry = REGISTRY) -> None:
-    """Export how Redis has served a guard with a tiered store (`redis+postgresql://`)."""
+    """Export the counts of lookups in Redis for a guard with a tiered store (`redis+postgresql://`)."""
     registry.register(TierCollector(guard))
 
 
@@ -75,7 +75,7 @@ class TierCollector(Collector):
         self._store: Any = guard.store
 
     def describe(self) -> Iterable[PrometheusMetric]:
-        return ()  # or the registry would collect, to learn the names
+        return ()  # without this method, the registry would collect to learn the names
 
     def collect(self) -> Iterable[PrometheusMetric]:
         counts: TierCounts = self._store.tiers
@@ -91,7 +91,7 @@ class TierCollector(Collector):
 
 
 class OutboxStatsFields(Protocol):
-    """The part of an outbox's stats that is shown."""
+    """The part of an outbox's stats that is exported."""
 
     @property
     def pending(self) -> int: ...
@@ -108,9 +108,9 @@ class WatchedOutbox(Protocol):
 
 
 def watch_outbox(outbox: WatchedOutbox, registry: CollectorRegistry = REGISTRY) -> None:
-    """Show how many messages of *outbox* wait, for how long the oldest has, and how many are dead letters.
+    """Export the number of pending messages of *outbox*, the age of the oldest one, and the number of dead letters.
 
-    The database is asked at each scrape, so that one process of a service is enough.
+    The database is asked at each scrape, so one process of a service is enough.
     """
     with _lock:
         collector = _watching.get(registry)
@@ -131,15 +131,16 @@ class OutboxCollector(Collector):
         for source, outbox in tuple(self.outboxes.items()):
             try:
                 stats = outbox.stats()
-            except OncemoreError as error:  # an error here would take all other metrics of the process away, too
-                log.warning("The outbox of %r cannot be read for its metrics: %s", source, error)
+            except OncemoreError as error:  # raised, it would fail the scrape, with all other metrics of the process
+                text = "The outbox of %r cannot be read for its metrics, which are missing from this scrape: %s"
+                log.warning(text, source, error)
                 continue
             for gauge, value in zip(gauges, (stats.pending, stats.oldest_age, stats.dead), strict=True):
                 gauge.add_metric([source], value)
         return gauges
 
     def describe(self) -> Iterable[PrometheusMetric]:
-        """Nothing: otherwise the database would be asked when the outbox is registered."""
+        """Return nothing.  Without this method, the database would be asked when the outbox is registered."""
         return []
 
 

@@ -49,7 +49,7 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 
 def message(number: int, *, subject: str | None = "rf_1", data: Any = None, **more: Any) -> Envelope:
-    """An envelope with its number in its id."""
+    """Return an envelope with its number in its id."""
     values: dict[str, Any] = {"id": f"event-{number}", "source": "payments", "subject": subject, **more}
     return Envelope("refund.succeeded", {"number": number} if data is None else data, **values)
 
@@ -61,13 +61,13 @@ def numbers(deliveries: Sequence[Delivery]) -> list[int]:
 class BrokerContract:
     """The conformance suite.
 
-    The fixture `make` returns a function that makes an unopened broker; all brokers that it makes in one test are for the
-    same channel, which is new in each test.  If the broker has a visibility time-out, let it be two seconds.
+    The fixture `make` returns a function that makes an unopened broker.  All its brokers in one test are for the same channel,
+    which is new in each test.  If the broker has a visibility time-out, set it to two seconds.
 
     Attributes:
         keeps_order: Whether messages with the same subject arrive in the order in which they were sent.
         has_groups: Whether each group of consumers gets every message.
-        too_large: The size in bytes of data that the broker refuses; None if it has no limit, or a larger one.
+        too_large: A size of data in bytes that the broker refuses, or None if no such size is known.
     """
 
     keeps_order = True
@@ -308,13 +308,13 @@ class Used:
             await self.subscription.aclose()
 
     async def resubscribe(self) -> None:
-        """Close the subscription, as a consumer that ends, and open another."""
+        """Close the subscription, as a consumer does when it ends, and open another."""
         await self.subscription.aclose()
         self.subscription = self.broker.subscribe(self.group)
         await self.subscription.aopen()
 
     async def take(self, number: int, *, ack: bool = True) -> list[Delivery]:
-        """Wait for so many deliveries."""
+        """Wait for *number* deliveries, and return them."""
         found: list[Delivery] = []
         ends = time.monotonic() + PATIENCE
         while len(found) < number and time.monotonic() < ends:
@@ -327,7 +327,7 @@ class Used:
         return found
 
     async def expect_nothing(self, seconds: float = QUIET) -> None:
-        """Check that nothing is delivered for a while."""
+        """Check that nothing is delivered for *seconds*."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             assert numbers(await self.subscription.receive(10, 1.0)) == []

@@ -6,7 +6,7 @@ from .._ledger.store import Store
 
 
 class Clock:
-    """Moves the time by which *store* judges leases and retention; the server's own clock does not change."""
+    """Moves the time by which *store* judges leases and retention.  The server's own clock does not change."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -27,12 +27,12 @@ SECRET = "db-7.internal"  # drivers put such details into errors; callers must n
 
 
 def die() -> None:
-    """Kill this process with SIGKILL: nothing is cleaned up, and no connection is closed by it."""
+    """Kill this process with SIGKILL: it cleans up nothing, and closes no connection."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Crashing(StoreWrapper):
-    """Wraps *store*, and calls *crash* when the point *at* is reached, under a lease or in a transaction."""
+    """Wraps *store*, and calls *crash* at the point *at*, under a lease or in a transaction."""
 
     def __init__(self, store: Store, *, at: str, crash: Callable[[], None] = die) -> None:
         if at not in POINTS:
@@ -48,7 +48,7 @@ class Crashing(StoreWrapper):
 
     @property
     def lender(self) -> Any:
-        return None if self.inner.lender is None else CrashingLender(self, self.inner.lender)
+        return None if self.inner.lender is None else CrashingSource(self, self.inner.lender)
 
     def claim(self, operation: Operation, **settings: Any) -> Plan[Lease | Record]:
         self.reached("before claim")
@@ -62,7 +62,9 @@ class Crashing(StoreWrapper):
         self.reached("after commit")
 
 
-class CrashingLender(Wrapper):
+class CrashingSource(Wrapper):
+    """Wraps a transaction source, and crashes at the point of *points*."""
+
     inner: TransactionSource
 
     def __init__(self, points: Crashing, inner: TransactionSource) -> None:
@@ -75,6 +77,8 @@ class CrashingLender(Wrapper):
 
 
 class CrashingTransaction(Wrapper):
+    """Wraps a transaction, and crashes at the point of *points*."""
+
     inner: Transaction
 
     def __init__(self, points: Crashing, inner: Transaction) -> None:
@@ -98,7 +102,7 @@ class FaultyStore(StoreWrapper):
 
     @classmethod
     def around(cls, store: Store) -> Store:
-        """Wrap *store*, typed as a Store."""
+        """Return *store* wrapped, with the type of a Store."""
         return cast("Store", cls(store))
 
     def claim(self, operation: Operation, **options: Any) -> Plan[Lease | Record]:

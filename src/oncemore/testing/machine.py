@@ -29,21 +29,21 @@ JUMPS = st.sampled_from([-50.0, 150.0, 700.0, 1500.0])
 
 
 def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int = 30) -> type[RuleBasedStateMachine]:
-    """Return a state machine that compares the store made by *make* with the memory store."""
+    """Return a state machine that compares a store, made by *make*, with the memory store."""
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.scope = f"machine {uuid.uuid4()}"
             self.real, self.model = make(), MemoryStore()
-            self.leases: list[tuple[Lease, Lease]] = []  # each of the real store and of the model
+            self.leases: list[tuple[Lease, Lease]] = []  # pairs, of the real store and of the model
             self.tokens: list[int] = []
 
         def teardown(self) -> None:
             self.real.close()
 
         def both(self, ask: Callable[[Store], Plan[Any]]) -> tuple[Any, Any]:
-            """Ask both stores, check that they agree, and return both answers; an error is an answer."""
+            """Ask both stores, check that they agree, and return both answers.  An error is an answer, too."""
             answers = tuple(ask_store(ask, store) for store in (self.real, self.model))
             assert comparable(answers[0]) == comparable(answers[1])
             return answers[0], answers[1]
@@ -68,7 +68,7 @@ def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int =
             self.both(lambda store: store.find(self.scope, key))
 
         def ask_with_lease(self, data: Any, ask: Callable[[Store, Lease], Plan[Any]]) -> None:
-            real, model = data.draw(st.sampled_from(self.leases))  # also old leases, which both must fence
+            real, model = data.draw(st.sampled_from(self.leases))  # includes old leases, which both must fence
             self.both(lambda store: ask(store, real if store is self.real else model))
 
         @precondition(lambda self: self.leases)

@@ -38,7 +38,7 @@ def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
 
 
 def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:
-    """Return the plan of a verb of the lease's owner, with ordinary arguments."""
+    """Return the plan of a verb that needs a lease, with ordinary arguments."""
     verbs: dict[str, Callable[[], Plan[Any]]] = {
         "renew": lambda: store.renew(lease, lease=LEASE),
         "settle": lambda: store.settle(lease, DONE, retention=RETENTION),
@@ -132,7 +132,7 @@ class StoreContract:
         listed = drive(store.list(Filter(scope=TextSubclass(operation.scope), name=TextSubclass("name")))).records
         assert [each.id for each in listed] == [record.id]
         assert drive(store.delete(*one.id))
-        assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "others are answered as ever"
+        assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "other claims still work"
 
     def test_scope_and_key_are_not_joined(self, store: Store, drive: Drive, operation: Operation) -> None:
         """A character moved from the scope to the key makes another operation."""
@@ -280,7 +280,7 @@ class StoreContract:
         assert second.token > first.token
 
     def test_lapsed_lease_is_taken_over(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        """No background process is needed: the next claim is told that the holder has crashed."""
+        """No background process is needed: the next lease says that it has taken over a lapsed record."""
         first = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         second = drive(store.claim(operation, lease=LEASE))
@@ -337,7 +337,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("verb", ["settle", "release", "hold"])
     def test_repeated_write_changes_nothing(self, store: Store, drive: Drive, operation: Operation, verb: str) -> None:
-        """If the answer to a write is lost, the caller sends it again; the second write changes nothing."""
+        """If the answer to a write is lost, the caller sends it again, and the second write changes nothing."""
         lease = drive(store.claim(operation, lease=LEASE))
         drive(write(store, verb, lease))
         before = drive(store.find(*operation.id))
@@ -570,15 +570,14 @@ class StoreContract:
         await store.aclose()
 
     async def test_cancelled_claim_leaves_the_key_free(self, store: Store, operation: Operation) -> None:
-        """A cancelled caller's claim is undone at once, not when its lease lapses."""
+        """A cancelled caller's claim is undone immediately, not when its lease lapses."""
         for delay in itertools.chain([0.0] * 5, [0.0005, 0.001, 0.002, 0.004]):
             task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.wait([task])
-            if not task.cancelled() and isinstance(
-                lease := task.result(), Lease
-            ):  # the claim was faster than the cancellation
+            # The claim may have been faster than the cancellation.
+            if not task.cancelled() and isinstance(lease := task.result(), Lease):
                 await arun(store.release(lease, retention=RETENTION))
         async with asyncio.timeout(5):
             while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):

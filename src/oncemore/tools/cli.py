@@ -21,7 +21,7 @@ EXIT_CODES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line *argv* (by default that of the process), and return its exit code."""
+    """Run the command line *argv*, by default the process's own, and return its exit code."""
     replace_closed_streams()
     try:
         from . import commands
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def replace_closed_streams() -> None:
     """Open /dev/null for each standard stream that the caller has closed, as some schedulers do.
 
-    Otherwise the store's file would get the free descriptor, and error messages would be written into it.
+    Otherwise the store's file could get the free descriptor, and error messages would be written into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

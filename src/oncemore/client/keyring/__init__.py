@@ -19,7 +19,7 @@ KeyringPlace = str | Store | Guard | Keyring
 
 
 def open_keyring(place: KeyringPlace) -> Keyring:
-    """Open the keyring in *place*: a URL, a ledger's store or its guard, or a keyring, which is returned as it is.
+    """Open the keyring in *place*: a URL, a ledger's store or its guard, or a keyring, which is returned unchanged.
 
     `sqlite:///keys.db` (four slashes for an absolute path) is a file of its own, and `memory://` is this process; both take one
     option, `?retention=7d`.  Every other URL names a ledger's store, with one more option: `lease=15s`.

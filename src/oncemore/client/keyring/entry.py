@@ -1,4 +1,4 @@
-"""Entries of a keyring: the key of an operation, its request, and its state; and what every keyring does with them."""
+"""The entries of a keyring (keys, requests and states of operations), and the protocol of all keyrings."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..errors import KeyReused
 
 State = Literal["sending", "open", "settled"]
 
-# sending   stored before the first byte is sent; if its process is gone, nobody was told the outcome
-# open      the caller was told that the outcome is not known, and may continue under the same key
+# sending   stored before the first byte is sent; if its process is gone, nobody knows the outcome
+# open      the caller knows that the outcome is unknown, and may continue under the same key
 # settled   the server's final answer has arrived
 
-# Settled keys are remembered for longer than a server would, so that their reuse is noticed; then they are dropped.
+# Settled keys are kept for longer than most servers keep them, so that their reuse is noticed.  Then they are removed.
 RETENTION = 7 * 86400.0
 
-# They are secret, so they are not stored.  Servers tell callers apart by them: without them the same key would be another
-# caller's, and the operation would happen again.
+# Headers that are not stored, because they are secret.  Servers tell callers apart by them: without them, the key would
+# be another caller's, and the operation would happen again.
 CREDENTIALS = ("Authorization", "Proxy-Authorization", "X-API-Key", "API-Key")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One operation in a keyring.
 
-    *headers* are sent again; of credentials only the names are there, with empty values.  *body* is None once the operation is
-    settled, or if it was too large to store.  *created_at* is wall-clock time, before the first attempt.  *owner* is the process
-    that sends it, *token* identifies one call of the transport.
+    *headers* are sent again; credentials have empty values.  *body* is None once the operation is settled, or if it was
+    too large to store.  *created_at* is the wall-clock time before the first attempt.  *owner* is the process that sends
+    the entry, and *token* identifies one call of the transport.
     """
 
     scope: str
@@ -68,13 +68,13 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Keyring(Protocol):
-    """A store of keys and requests; each method is atomic, and `claim` is durable when it returns."""
+    """A store of keys and requests.  Each method is atomic, and `claim` is durable when it returns."""
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        """Store *entry* and return it; if its (scope, key) is known, with the first *created_at* and the *state* until now.
+        """Store *entry* and return it.  If (scope, key) is known, it gets the first *created_at* and the former *state*.
 
-        A known entry that is too old (see `is_sendable`) is returned as it is: it must not be sent.  Raise KeyReused if the
-        known entry is another request.
+        A known entry that is too old (see `is_sendable`) is returned unchanged: it must not be sent.  Raise KeyReused if
+        the known entry is another request.
         """
         ...
 
@@ -83,11 +83,11 @@ class Keyring(Protocol):
         ...
 
     def leave(self, entry: Entry) -> Plan[None]:
-        """Note that the caller was told that the outcome is unknown; a newer call under the same key is not affected."""
+        """Set the state to `open`: the caller knows that the outcome is unknown.  A newer call is not affected."""
         ...
 
     def forget(self, entry: Entry) -> Plan[None]:
-        """Remove the entry: nothing was ever sent, or a person has decided."""
+        """Remove the entry, because nothing was sent, or a person has decided."""
         ...
 
     def pending(self) -> Plan[list[Entry]]:
@@ -102,11 +102,11 @@ class Keyring(Protocol):
         ...
 
     def release(self, entry: Entry) -> Plan[None]:
-        """Make an adopted entry that was not sent pending again; one that was settled or left since is not changed."""
+        """Make an adopted entry pending again if it was not sent.  If it was settled or left since, change nothing."""
         ...
 
     def close(self) -> None:
-        """Close files, threads and connections; entries stay."""
+        """Close files, threads and connections.  Entries stay."""
         ...
 
     async def aclose(self) -> None:
@@ -115,7 +115,7 @@ class Keyring(Protocol):
 
 
 class FinishDespiteCancel:
-    """Effect: carry *plan* out to its end, in the background if the task that awaits it is cancelled meanwhile."""
+    """Effect: run *plan* to its end, in the background if the awaiting task is cancelled."""
 
     __slots__ = ("plan",)
 
@@ -150,12 +150,12 @@ def fingerprinted_parts(method: str, url: str, content_type: str, body: bytes) -
     return method, parts.path or "/", parts.query, content_type, body
 
 
-# The wall clock may be set back by so many seconds between two processes without making an entry's age unknown.
+# Seconds by which the wall clock may be set back, or differ between machines, before an entry's age counts as unknown.
 CLOCK_TOLERANCE = 60.0
 
 
 def check_reuse(known: Entry, entry: Entry) -> None:
-    """Raise KeyReused if the key names another request; an empty fingerprint (the body could not be read) fits any."""
+    """Raise KeyReused if the key names another request.  If a body could not be read, the requests count as equal."""
     if known.fingerprint == entry.fingerprint or not known.fingerprint or entry.body is None:
         return
     content_type = dict(entry.headers).get("Content-Type", "")

@@ -26,10 +26,10 @@ from .entry import CLOCK_TOLERANCE, RETENTION, Entry, State, check_reuse, is_sen
 # The name of our operations in the ledger, and the beginning of their scopes.
 NAME = "oncemore.keyring"
 
-# After its process died, an operation can be resumed when so many seconds have passed.
+# Seconds after which an operation can be resumed if its process has died.
 LEASE = 15.0
 
-# Of the claims that failed in one outage, the first can have been written: the connection broke before their answers came.
+# The most failed claims to withdraw.  Only the first ones in an outage may be written, when the connection broke.
 MAX_FAILED = 1000
 
 # An operation without a final answer stays until a person decides: a hundred years.
@@ -46,12 +46,12 @@ class LedgerKeyring:
 
     One record per key.  Its `request` is the entry to send; its lease tells which process sends it.  If that process dies, the
     lease lapses, and `adopt` lets another process send the same bytes under the same key.  A running record is `sending`, a held
-    or released one is `open`.  A second sender of a key that is being sent, or has its answer, just sends: the key keeps that to
-    one effect.
+    or released one is `open`.  A second caller of a key that is being sent, or has its answer, just sends: because of
+    the key, there is one effect.
 
     Args:
         store: holds the records.
-        lease: seconds; renewed while the process lives.
+        lease: seconds.  It is renewed while the process lives.
         retention: seconds for which a settled key is remembered.
         own_store: the store was opened for this keyring alone, which then purges and closes it.
     """
@@ -72,9 +72,9 @@ class LedgerKeyring:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._sending: dict[int, Renewal] = {}  # by the token of the entry
-        self._failed: dict[int, Entry] = {}  # by token; their claims failed, but may have been written
-        self._withdraws_until = 0.0  # until then, a renewal is at work that withdraws them
+        self._sending: dict[int, Renewal] = {}  # the renewals of entries that are being sent, by token
+        self._failed: dict[int, Entry] = {}  # entries whose claims failed but may have been written, by token
+        self._withdraws_until = 0.0  # until this time, a renewal counts as withdrawing the failed claims
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         found: Entry | Record | None = None
@@ -131,7 +131,7 @@ class LedgerKeyring:
             if self._own_store:
                 yield from self.store.purge()
             found = []
-            # A record is released between being reopened and being claimed again.
+            # A record that was reopened is released until it is claimed again.
             for where in ({"state": "running", "lapsed": True}, {"state": "held"}, {"state": "released"}):
                 for record in (yield from self._list(Filter(name=NAME, **where))):
                     entry = yield from self._read(record)
@@ -162,7 +162,7 @@ class LedgerKeyring:
             self._stop(entry)  # its lease lapses, as it had before
 
     def close(self) -> None:
-        """End threads and connections; the leases of operations that are being sent lapse."""
+        """End threads and connections.  The leases of operations that are being sent lapse."""
         self.heartbeat.close()
         if self._own_store:
             self.store.close()
@@ -185,16 +185,15 @@ class LedgerKeyring:
             lease = yield from self.store.claim(operation_of(entry), lease=self.lease, request=encode(entry))
             if isinstance(lease, Record):
                 return lease
-            yield from self._keep_alive(
-                lease, entry
-            )  # at once: if the caller is cancelled from here on, `leave` holds it
+            # Before anything else: if the caller is cancelled from here on, `leave` holds the record.
+            yield from self._keep_alive(lease, entry)
             if self._failed:
                 yield from self._withdraw_failed()
             if lease.attempt > 1:
                 record = yield from self.store.find(*lease.operation.id)
         except StoreError:
-            # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
-            # be withdrawn, or another process would send it once its lease has lapsed.
+            # The caller learns that nothing was sent, and may make a new key.  But the claim may have been written, so it
+            # is withdrawn: otherwise another process would send the entry when the lease has lapsed.
             self._stop(entry)
             if len(self._failed) < MAX_FAILED:
                 self._failed[entry.token] = replace(entry, headers=(), body=None)
@@ -202,9 +201,8 @@ class LedgerKeyring:
             raise
         if record is None:
             return entry
-        known = replace(
-            entry, created_at=first_date(record, entry)
-        )  # an earlier attempt was interrupted: its date counts
+        # An earlier attempt was interrupted, and its date counts.
+        known = replace(entry, created_at=first_date(record, entry))
         if is_sendable(known, entry, oldest):
             return known
         yield from self.leave(entry)
@@ -215,7 +213,7 @@ class LedgerKeyring:
         yield renewal
 
     def _stop(self, entry: Entry) -> Lease | None:
-        """Return the lease of an entry that is being sent by this process, and renew it no more."""
+        """Stop renewing the lease of *entry*, and return it, or None if this process is not sending the entry."""
         renewal = self._sending.pop(entry.token, None)
         if renewal is None:
             return None
@@ -224,7 +222,7 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent; if it is None, withdraw the failed claims."""
+        """Renew the lease of an entry that is being sent.  If the renewal has no lease, withdraw the failed claims."""
         try:
             if renewal.lease is not None:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)
@@ -234,9 +232,8 @@ class LedgerKeyring:
                 for entry in [*self._failed.values()]:
                     yield from self._withdraw(entry)
                     self._failed.pop(entry.token, None)
-                self._withdraws_until = (
-                    0.0  # before the last look, so that a claim that fails after it starts another renewal
-                )
+                # Before the last look at `_failed`, so that a claim that fails after it starts another renewal.
+                self._withdraws_until = 0.0
             renewal.stop()
         except StoreError as error:
             renewal.due = 0.0
@@ -245,7 +242,7 @@ class LedgerKeyring:
             renewal.lost = True
 
     def _withdraw_failed(self) -> Plan[None]:
-        """Have failed claims withdrawn, unless a renewal is at it.  One whose event loop was closed is at it no longer."""
+        """Start a renewal that withdraws the failed claims, unless one has started within a lease."""
         if SYSTEM.monotonic() >= self._withdraws_until:
             self._withdraws_until = SYSTEM.monotonic() + self.lease
             yield Renewal(self.heartbeat, None, self.lease)
@@ -260,7 +257,7 @@ class LedgerKeyring:
         with suppress(Fenced):
             if record.attempts == 1:
                 yield from self.store.release(lease, retention=0.0)
-            elif entry.state == "open":  # a caller knows of the earlier attempt.  Otherwise it stays to be resumed
+            elif entry.state == "open":  # a caller knows of the earlier attempt.  Otherwise the record can be resumed
                 yield from self.store.hold(lease, note=TOLD)
 
     # Pending operations
@@ -274,7 +271,7 @@ class LedgerKeyring:
         return found
 
     def _read(self, record: Record) -> Plan[Entry | None]:
-        """Return the entry of a listed record; one that cannot be read is logged, and does not affect the others."""
+        """Return the entry of a listed record, or None if it has changed, or cannot be read (which is logged)."""
         try:
             found = yield from self.store.find(*record.id)  # because lists do not decrypt
             if found is None or (found.state, found.token) != (record.state, record.token):
@@ -294,7 +291,7 @@ class LedgerKeyring:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Translate errors of the store."""
+        """Translate StoreError to KeyringError."""
         try:
             yield
         except StoreError as error:
@@ -302,9 +299,9 @@ class LedgerKeyring:
 
 
 class MemoryKeyring(LedgerKeyring):
-    """Keys for as long as the process lives, for tests and short-lived programs.
+    """Keys in memory, for tests and short-lived programs.
 
-    A key used for two requests is noticed, but nothing survives a crash.
+    It refuses a key that was used for another request, but nothing survives a crash.
     """
 
     def __init__(self, *, retention: float = RETENTION) -> None:
@@ -313,13 +310,13 @@ class MemoryKeyring(LedgerKeyring):
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         self._claims += 1
-        if self._claims % 1000 == 0:  # a process that lives long would otherwise keep expired keys
+        if self._claims % 1000 == 0:  # a long-lived process would otherwise keep expired keys
             yield from self.store.purge(batch=2000)
         return (yield from super().claim(entry, oldest=oldest))
 
 
 def operation_of(entry: Entry) -> Operation:
-    """Return the operation in the ledger that stands for the entry's key."""
+    """Return the ledger's operation for the key of *entry*."""
     return Operation(f"{NAME} {entry.scope}", entry.key, entry.fingerprint, NAME)
 
 
@@ -331,7 +328,9 @@ def stored_entry(record: Record) -> Entry | None:
     try:
         return decode(data)
     except msgspec.MsgspecError as error:
-        raise CorruptRecord(f"The request under key {record.key!r} cannot be read; was it encrypted?") from error
+        raise CorruptRecord(
+            f"The request under key {record.key!r} cannot be read: if it is encrypted, give the keyring a guard with its seal"
+        ) from error
 
 
 def state_in(record: Record) -> State:
@@ -340,9 +339,9 @@ def state_in(record: Record) -> State:
 
 
 def first_date(record: Record, entry: Entry) -> float:
-    """Return when the operation was first stored: a claim after a crash replaces the entry, but not the record's own date.
+    """Return the time of the first claim.  A claim after a crash replaces the entry, but not the record's own date.
 
-    A date in the future stays as it is: the clock was set back, so the operation's age is not known.
+    A date in the future is not changed: the clock was set back, so the operation's age is not known.
     """
     now = time.time()
     if entry.created_at > now + CLOCK_TOLERANCE:

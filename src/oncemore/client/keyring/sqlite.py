@@ -24,7 +24,7 @@ from .entry import RETENTION, Entry, FinishDespiteCancel, check_reuse, is_sendab
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks: there, every other process counts as gone
+except ImportError:  # Windows has no such locks, so every other process counts as gone
     fcntl = None  # type: ignore[assignment]
 
 SCHEMA = """
@@ -45,7 +45,7 @@ UNSETTLED = f"SELECT {COLUMNS} FROM oncemore_keys WHERE state <> 'settled' ORDER
 SETTLE = "UPDATE oncemore_keys SET state = 'settled', status = ?, body = NULL WHERE scope = ? AND key = ?"
 LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
-# A process that sends an entry again gives it a new token first.
+# A process that resumes an entry gives it a new token first.
 TAKE = """UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending'
 WHERE scope = ? AND key = ? AND token = ? AND state = ?"""
 RELEASE = """UPDATE oncemore_keys SET owner = 0, state = ?
@@ -54,7 +54,7 @@ WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"""
 OLD = "SELECT rowid FROM oncemore_keys WHERE state = 'settled' AND created_at < ? LIMIT 2"
 PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 
-# How long to wait for other processes' commits, each of which takes milliseconds.
+# Seconds to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
 
 
@@ -76,7 +76,7 @@ class SqliteKeyring:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     def _close_for_fork(self) -> bool:
-        if not self._lock.acquire(timeout=PATIENCE):  # a signal handler may fork while this very thread has it
+        if not self._lock.acquire(timeout=PATIENCE):  # a signal handler may fork while its own thread has the lock
             return False
         try:
             self._shut()
@@ -111,7 +111,7 @@ class SqliteKeyring:
             taken = yield RunInOrder(self, self._adopt, entry, adopted.token)
         except (GeneratorExit, OncemoreError):
             raise
-        except BaseException:  # cancelled, but the thread goes on: nobody would send the entry that it adopts
+        except BaseException:  # cancelled, but the thread may still adopt the entry, which no caller would send
             yield FinishDespiteCancel(self.release(adopted))
             raise
         return adopted if taken else None
@@ -120,14 +120,14 @@ class SqliteKeyring:
         yield RunInOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
 
     def close(self) -> None:
-        """Close the file; the next call opens it again."""
+        """Close the file.  The next call opens it again."""
         self._executor.shutdown()
         with self._lock:
             self._shut()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
-        """Close the file; nothing here belongs to an event loop."""
+        """Close the file.  The keyring has no connections on an event loop."""
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
@@ -146,7 +146,7 @@ class SqliteKeyring:
         return replace(entry, state=known.state) if known else entry
 
     def _write(self, statement: str, *values: Any) -> bool:
-        # NORMAL: if the machine loses power, the operation is merely sent once more under its key.
+        # NORMAL: if the machine loses power, the worst result is that the operation is sent once more under its key.
         with self._transaction("NORMAL") as database:
             return database.execute(statement, values).rowcount > 0
 
@@ -164,7 +164,7 @@ class SqliteKeyring:
         try:
             with self._lock:
                 database = self._database or self._connect()
-                # Around BEGIN too: an interrupt that came during the wait for the lock is raised just after it.
+                # Around BEGIN too, because an interrupt during the wait for the lock is raised just after BEGIN.
                 with database:
                     database.execute(f"PRAGMA synchronous = {synchronous}")
                     database.execute("BEGIN IMMEDIATE")
@@ -173,7 +173,7 @@ class SqliteKeyring:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
 
     def _shut(self) -> None:
-        database, self._database = self._database, None  # first, because an interrupt may come once it is closed
+        database, self._database = self._database, None  # first: an interrupt may come just after the close
         if database is not None:
             database.close()
 
@@ -188,7 +188,7 @@ class SqliteKeyring:
 
 
 def _create(path: str) -> None:
-    """Create the file for its owner alone.  One that exists is not opened: to close it would release SQLite's locks on it."""
+    """Create the file for its owner alone.  An existing file is not opened: to close it would release SQLite's locks."""
     with _held_lock, suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
@@ -257,7 +257,7 @@ def is_alive(path: str, owner: int) -> bool:
     if owner == own or fcntl is None:
         return owner == own
     try:
-        # Shared, so that two processes that ask at once do not take each other for the owner.
+        # Shared, so that two processes that ask at the same time do not take each other for the owner.
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, owner)
     except OSError:
         return True
@@ -277,7 +277,7 @@ def _hold(path: str) -> tuple[int, int]:
 
 
 def _forget_parent() -> None:
-    """Reset in a forked child, which has its parent's memory but none of its locks."""
+    """Reset in a forked child, which has its parent's memory, but not its locks."""
     global _held_lock
     _held.clear()
     _held_lock = threading.Lock()

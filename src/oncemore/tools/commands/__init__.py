@@ -100,14 +100,14 @@ def run(argv: Sequence[str] | None, output: Output) -> int:
             code = program.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code
-    except click.Abort:  # at a prompt: "no", or the end of the input
+    except click.Abort:  # at a prompt, "no" or the end of the input
         click.echo("Nothing was changed.", err=True)
         return 1
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "")
         return 0
     except click.ClickException as error:
-        if "--json" in words:  # the mistake may stand before --json, which is not parsed then
+        if "--json" in words:  # a mistake before --json keeps click from parsing --json
             output.json = True
             raise ConfigurationError(error.format_message()) from None
         error.show()

@@ -87,7 +87,7 @@ STORES = {
 def requirements(
     store: StoreFigures, *, rate: float, ttl: float, outcome: int, names: int, processes: int, sync: float
 ) -> dict[str, Any]:
-    """Compute what a load needs once a retention has passed: from then on, as many records expire as are added.
+    """Compute the needs of a load once a retention has passed.  From then on, as many records expire as are added.
 
     The load is *rate* new operations per second, kept for *ttl* seconds; *outcome* and *names* are bytes, *sync* is seconds.
     """

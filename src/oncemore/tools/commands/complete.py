@@ -43,7 +43,7 @@ def complete(output: Output, completer: str, once: bool) -> int:
 
 
 def run_completer(completer: Completer, once: bool, report: Callable[[str], object]) -> Tally:
-    """Run one round or, without *once*, rounds until an interrupt; pass a line for each operation to *report*.
+    """Run one round or, without *once*, rounds until an interrupt.  Pass a line for each operation to *report*.
 
     The rounds run on an event loop, so that both sync and async performers can be called.
     """

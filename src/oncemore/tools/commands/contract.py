@@ -61,13 +61,13 @@ def check(output: Output, path: str, app: str | None) -> None:
 
 
 def fault_row(fault: str) -> dict[str, Any]:
-    """Return a fault with the line that it names, or None."""
+    """Return a fault, and the line that it names, or None."""
     line = LINE.search(fault)
     return {"line": int(line[1]) if line else None, "fault": fault}
 
 
 def routes_of(app: Any) -> list[Route]:
-    """Return the routes of an app; a ConfigurationError if they cannot be listed."""
+    """Return the routes of an app, or raise ConfigurationError if they cannot be listed."""
     try:
         if type(app).__module__.startswith("django.core.handlers."):
             from ...web.django.views import served

@@ -18,7 +18,7 @@ SCRIPTS = (
     Path(__file__).parents[4] / "examples" / "demo.py",  # in a checkout
     Path(__file__).parents[2] / "_demo" / "examples" / "demo.py",  # in a wheel
 )
-PACKAGES = (  # what the extra `demo` brings
+PACKAGES = (  # the packages of the extra `demo`
     "aiohttp",
     "aiosqlite",
     "cronsim",

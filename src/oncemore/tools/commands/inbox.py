@@ -1,4 +1,4 @@
-"""`oncemore consume` runs a consumer; `oncemore inbox` lists what was received, and requeues dead letters."""
+"""`oncemore consume` runs a consumer; `oncemore inbox` lists received events, and requeues dead letters."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def dead(output: Output, url: str | None, source: str | None, name: str | None, 
     """
     with open_ledger(url) as guard, reading_cursor(cursor):
         page = events_of(guard, name, source, limit, cursor, dead=True)
-    # The last claim of a record was the one that made it a dead letter.
+    # The last claim did not handle the event, but made the record a dead letter.
     letters = [
         {**event_fields(record), "attempts": record.attempts - 1, "reason": record.note} for record in page.records
     ]
@@ -128,8 +128,8 @@ def requeue(output: Output, url: str | None, event_id: str, source: str, name: s
 def events_of(
     guard: Guard, name: str | None, source: str | None, limit: int, cursor: str | None, *, dead: bool = False
 ) -> Page:
-    """One page of the events of an inbox and a source; None stands for all."""
-    # All inboxes may have this source, so its scope is known only if the name is.
+    """Return one page of the events of an inbox and a source.  None stands for all of them."""
+    # Several inboxes may have this source, so the scope is known only if both names are given.
     scope = None if name is None or source is None else Inbox(guard, name=name, effect="lease").scope(source)
     found: list[Record] = []
     while True:
@@ -145,7 +145,7 @@ def events_of(
 
 
 def place_of(record: Record) -> tuple[str, str]:
-    """The name of the inbox that has received an event, and the event's source; see `Inbox.scope`."""
+    """Return the name of the inbox that has received an event, and the event's source: see `Inbox.scope`."""
     _, *names = map(unquote, record.scope.split(":"))
     return (names[0] if len(names) > 1 else DEFAULT_NAME), names[-1] if names else ""
 

@@ -76,7 +76,7 @@ def init(output: Output, url: str | None, path: Path, profile: str, print_schema
 
 
 def write_contract(path: Path, profile: str) -> bool:
-    """Write a first contract and return True; if *path* exists, only check it, and return False."""
+    """Write a first contract and return True.  If *path* exists, only check it, and return False."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(FIRST_CONTRACT.format(path=path, profile=profile))

@@ -36,7 +36,7 @@ CSV_COLUMNS = ("key", "payload_hash", "status", "http_code", "result_id", "notes
 COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
 # The value of a header that a server can send: text without line breaks.
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-MOST_SCOPES = 20  # to list if a key exists in several
+MOST_SCOPES = 20  # at most, listed if a key exists in several
 
 key_argument = click.argument("key", callback=read_text)
 scope_option = click.option(
@@ -149,7 +149,7 @@ def resolve(
     meaning = "it did not happen, and may be performed" if released else "it happened, and repeats get this outcome"
     with open_ledger(url) as guard:
         record = find_record(guard, key, scope)
-        confirm_unchanged(guard, record, f"Decide for {named(record)}: {meaning}?", yes=yes)
+        confirm_unchanged(guard, record, f"Decide for {record_label(record)}: {meaning}?", yes=yes)
         decided = guard.resolve(record.scope, record.key, resolution, retention=ttl, note=note)
     output.show(record_fields(decided), f"{escape(key)} is {decided.state} now.")
 
@@ -163,7 +163,7 @@ def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bo
     """Delete the record of KEY.  The next request with it performs the operation, even if it already happened."""
     with open_ledger(url) as guard:
         record = find_record(guard, key, scope)
-        confirm_unchanged(guard, record, f"Delete {named(record)} ({record.state})?", yes=yes)
+        confirm_unchanged(guard, record, f"Delete {record_label(record)} ({record.state})?", yes=yes)
         deleted = guard.delete(record.scope, record.key)
     output.show(
         {"scope": record.scope, "key": record.key, "deleted": deleted},
@@ -175,7 +175,7 @@ def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bo
 
 
 def find_record(guard: Guard, key: str, scope: str | None) -> Record:
-    """Return the record of *key*; raise an error if there is none, or if several scopes have one."""
+    """Return the record of *key*.  Raise an error if there is none, or if several scopes have one."""
     if scope is not None:
         record = guard.find(scope, key)
         found = [record] if record else []
@@ -190,13 +190,13 @@ def find_record(guard: Guard, key: str, scope: str | None) -> Record:
 
 
 def find_in_all_scopes(guard: Guard, key: str) -> list[Record]:
-    """Return the unexpired records with that key, of up to MOST_SCOPES scopes."""
+    """Return the unexpired records with this key, in up to MOST_SCOPES scopes."""
     page = guard.list(Filter(key=key), limit=MOST_SCOPES)
     listed = list(page.records)
     while page.cursor and len(listed) < MOST_SCOPES:
         page = guard.list(Filter(key=key), limit=MOST_SCOPES, cursor=page.cursor)
         listed += page.records
-    # A list may contain a record twice, or an expired one; `find` returns neither.
+    # A list may contain a record twice, or an expired record.  `find` returns only current ones.
     found = (guard.find(record.scope, record.key) for record in {record.id: record for record in listed}.values())
     return [record for record in found if record]
 
@@ -217,7 +217,7 @@ def confirm_unchanged(guard: Guard, record: Record, question: str, *, yes: bool)
 def read_resolution(
     released: bool, value: str | None, status: int | None, headers: tuple[str, ...], body: Any
 ) -> Resolution:
-    """Return the decision; a UsageError unless the options give exactly one."""
+    """Return the decision, or raise UsageError unless the options give exactly one."""
     if [released, value is not None, status is not None].count(True) != 1:
         raise click.UsageError("Say what happened, by one of --released, --value JSON and --status NUMBER.")
     if (headers or body) and status is None:
@@ -249,7 +249,7 @@ def state_of(record: Record) -> str:
     return "lapsed" if record.state == "running" and record.lease_until <= record.now else record.state
 
 
-def named(record: Record) -> str:
+def record_label(record: Record) -> str:
     return f"{escape(record.key)} of {escape(record.scope)}"
 
 
@@ -286,7 +286,7 @@ def result_id(outcome: Outcome | None) -> object:
 
 
 def record_fields(record: Record) -> dict[str, Any]:
-    """Return all fields of a record except its outcome; times are those of the store's clock."""
+    """Return all fields of a record except its outcome.  Times are from the store's clock."""
     return {
         "scope": record.scope,
         "key": record.key,
@@ -310,7 +310,7 @@ def record_fields(record: Record) -> dict[str, Any]:
 
 
 def outcome_fields(outcome: Outcome | None) -> dict[str, Any] | None:
-    """Return the fields of an outcome; a body that is not text is shown in base64."""
+    """Return the fields of an outcome.  A body that is not text is in base64."""
     if outcome is None:
         return None
     fields: dict[str, Any] = {
@@ -319,7 +319,7 @@ def outcome_fields(outcome: Outcome | None) -> dict[str, Any] | None:
         "headers": list(map(list, outcome.headers)),
     }
     if outcome.kind in ("value", "error"):
-        try:  # shown as it is encoded: to make objects of it would import the application's classes
+        try:  # as plain data, because the application's classes are not imported here
             return {**fields, "value": msgspec.to_builtins(msgspec.msgpack.decode(outcome.body), str_keys=True)}
         except (msgspec.MsgspecError, TypeError):
             pass  # it is encrypted, or of another version

@@ -43,7 +43,7 @@ store_option = click.option(
 
 
 def on_ledger(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Make *command* one that works on a ledger: with `--store` and `--json`, and the Output as its first argument."""
+    """Give *command* the options `--store` and `--json`, and the Output as its first argument."""
     return store_option(json_option(click.pass_obj(command)))
 
 
@@ -55,7 +55,7 @@ cursor_option = click.option("--cursor", help="Continue after the last list; it 
 
 @contextmanager
 def reading_cursor(cursor: str | None) -> Iterator[None]:
-    """Say that *cursor* is wrong if the store cannot read it."""
+    """Raise ConfigurationError inside the block if the store cannot read *cursor*."""
     try:
         yield
     except (ValueError, InvalidPayload) as error:  # stores raise one or the other
@@ -65,7 +65,7 @@ def reading_cursor(cursor: str | None) -> Iterator[None]:
 
 
 def number_or_text(read: Callable[[int | str], Any]) -> Callable[..., Any]:
-    """Return an option's callback: *read* is given a number, or text such as 30d or 4KiB, and says if that is wrong."""
+    """Return an option's callback that converts the value, a number or text such as 30d or 4KiB, with *read*."""
 
     def callback(ctx: click.Context, option: click.Parameter, value: str) -> Any:
         try:
@@ -80,7 +80,7 @@ read_duration = number_or_text(duration)
 
 
 def read_text(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    """Return *value* if it is UTF-8: stores accept nothing else, but a shell passes on any bytes."""
+    """Return *value*, or raise BadParameter if it is not UTF-8: a shell passes on any bytes, but stores refuse them."""
     try:
         (value or "").encode()
     except UnicodeEncodeError:
@@ -91,8 +91,8 @@ def read_text(ctx: click.Context, option: click.Parameter, value: str | None) ->
 def confirm(question: str, *, yes: bool) -> None:
     """Ask on standard error, and abort the command unless the answer is yes.
 
-    `click.confirm` is not used, because it hands the question to `input`.  That ignores every exception while it flushes the
-    question, also the KeyboardInterrupt of a Ctrl-C that comes in that moment, and then waits for the answer.
+    `click.confirm` is not used, because it passes the question to `input`, which ignores every exception while it flushes
+    the question.  A Ctrl-C at that moment would be lost, and `input` would wait for the answer.
     """
     if yes:
         return
@@ -168,7 +168,7 @@ def import_from_working_folder() -> None:
 
 
 def load_object(place: str, what: str, kind: type = object) -> Any:
-    """Import the object that `module:name` names, an instance of *kind*; the module may be in the working folder."""
+    """Import the object `module:name`, an instance of *kind*.  The module may be in the working folder."""
     module, colon, name = place.partition(":")
     if not colon:
         raise ConfigurationError(f"{place!r} does not name {what}: write module:name")
@@ -185,7 +185,7 @@ def load_object(place: str, what: str, kind: type = object) -> Any:
 
 
 def run_or_once(output: Output, worker: Any, once: bool, name: str, text: str) -> None:
-    """Run *worker* until SIGTERM or Ctrl-C; with *once*, do what is due now and show the count as *name*, or in *text*."""
+    """Run *worker* until SIGTERM or Ctrl-C.  With *once*, run it once, and show its count as *name*, or in *text*."""
     if not once:
         worker.run()
         return

@@ -129,7 +129,7 @@ def relay(output: Output, place: str, once: bool) -> None:
 
 
 def find_outbox(guard: Guard, source: str | None) -> Outbox:
-    """The outbox of *source*, or the only one that there is."""
+    """Return the outbox of *source*, or the only outbox of the database."""
     if source is None:
         known = sources_of(guard)
         if len(known) != 1:
@@ -140,7 +140,7 @@ def find_outbox(guard: Guard, source: str | None) -> Outbox:
 
 
 def show_messages(output: Output, messages: list[OutboxMessage]) -> None:
-    data = [shown(message) for message in messages]
+    data = [message_fields(message) for message in messages]
     rows = [
         (each["seq"], each["id"], each["type"], each["subject"], each["attempts"], each["created_at"], each["error"])
         for each in data
@@ -149,6 +149,6 @@ def show_messages(output: Output, messages: list[OutboxMessage]) -> None:
     output.show(data, lambda: print_table(heads, rows))
 
 
-def shown(message: OutboxMessage) -> dict[str, Any]:
-    """A message without its data, which may be secret."""
+def message_fields(message: OutboxMessage) -> dict[str, Any]:
+    """Return the fields of a message without its data, which may be secret."""
     return {**struct_fields(message, "envelope"), "correlationid": message.envelope.correlationid}

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 LAST_DATE = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
 WIDE = 1000  # columns, if the output is not a terminal: long lines are better than cut keys
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # as spreadsheets take the beginning of a cell
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # spreadsheets take a cell that begins with one for a formula
 STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": "green"}
 
 
 class Output:
-    """Prints the results and errors of a command; its `--json` option sets *json*."""
+    """Prints the results and errors of a command.  The option `--json` sets *json*."""
 
     def __init__(self) -> None:
         self.json = False
@@ -54,7 +54,7 @@ class Output:
     def progress(self, total: int) -> Iterator[Callable[..., object]]:
         """Show a progress bar if standard error is a terminal.
 
-        The function is called with the number that is done and, if it was not known before, the number of all.
+        Call the function with the number that is done and, if *total* was not known, the number of all.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -79,7 +79,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]], *, numbers: bool = False) -> None:
-    """Print a table without lines; with *numbers*, all columns but the first are aligned to the right."""
+    """Print a table without lines.  With *numbers*, all columns except the first are aligned to the right."""
     out = console()
     texts = [["" if value is None else escape(str(value)) for value in row] for row in rows]
     if not out.is_terminal:
@@ -97,7 +97,7 @@ def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]], *, numbe
 
 
 def print_page(heads: Iterable[str], rows: Iterable[Iterable[object]], cursor: str | None) -> None:
-    """Print one page of a list, and how to get the next."""
+    """Print one page of a list, and the option that continues it."""
     print_table(heads, rows)
     if cursor:
         click.echo(f"\nThere are more: --cursor {shell_quote(cursor)}")
@@ -127,7 +127,7 @@ def print_plain_table(rows: list[list[str]], *, numbers: bool) -> None:
 
 
 def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
-    """Print each name and its value on a line."""
+    """Print a line for each name, with its value."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
@@ -146,13 +146,13 @@ def print_trimmed(out: Console, table: Table) -> None:
 
 
 def escape(text: str, *, keep_lines: bool = False) -> str:
-    """Return *text* with control characters written out.  A key may contain terminal commands of an attacker."""
+    """Return *text* with control characters escaped, because a key may contain an attacker's terminal commands."""
     kept = "\n\t" if keep_lines else ""
     return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
 
 
 def struct_fields(row: msgspec.Struct, *hidden: str) -> dict[str, Any]:
-    """Return the fields of *row* but those that are *hidden*, with times as text."""
+    """Return the fields of *row* except the *hidden* ones, with times as text."""
     fields = {name: getattr(row, name) for name in row.__struct_fields__ if name not in hidden}
     for name, value in fields.items():
         if value is not None and (name in ("at", "failing_since") or name.endswith("_at")):
@@ -166,13 +166,13 @@ def iso_date(seconds: float | None) -> str | None:
 
 
 def date(seconds: float) -> datetime:
-    """Return the date in UTC; times after the year 9999 are shown as its end."""
+    """Return the date in UTC.  A time after the year 9999 becomes the end of that year."""
     return datetime.fromtimestamp(min(seconds, LAST_DATE), UTC)
 
 
 def shell_quote(cursor: str) -> str:
-    """Return *cursor* to be pasted into a shell.
+    """Return *cursor* quoted for a shell.
 
-    It may contain keys, which may contain terminal commands.  Such a cursor is JSON, so JSON's escapes mean the same.
+    It may contain keys, and they may contain terminal commands.  Such a cursor is JSON, so JSON escapes mean the same.
     """
     return shlex.quote("".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in cursor))

@@ -1,4 +1,4 @@
-"""`oncemore schedule`: run the jobs of a schedule, look at their slots, and make up for missed ones."""
+"""`oncemore schedule`: run the jobs of a schedule, list their slots, and run missed slots."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def show_counts(output: Output, counts: SlotCounts) -> int:
 
 
 async def run_until_signal(found: Schedule) -> None:
-    """Run the schedule until SIGTERM or SIGINT; running slots are finished first, or released."""
+    """Run the schedule until SIGTERM or SIGINT.  Running slots are finished first, or released."""
     running = asyncio.ensure_future(found.arun())
     stop: Callable[[], object] = running.cancel
     for name in (signal.SIGTERM, signal.SIGINT):

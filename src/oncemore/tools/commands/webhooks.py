@@ -214,10 +214,10 @@ def listen(
 
 
 class ListeningServer(ThreadingMixIn, WSGIServer):
-    """Serves each connection on a thread of its own, so that one that is left open does not block the others."""
+    """Serves each connection on a thread of its own, so that an idle connection does not block the others."""
 
     daemon_threads = True
-    timeout = 0.2  # seconds after which `handle_request` returns, to see whether the command is to end
+    timeout = 0.2  # seconds after which `handle_request` returns, so that the command can end
 
 
 class QuietHandler(WSGIRequestHandler):
@@ -268,7 +268,7 @@ class WebhookPrinter:
 
 
 class AnswerBody(list[bytes]):
-    """The body of an answer.  The server closes it when it has sent it; the command may end then, but not before."""
+    """The body of an answer.  The server closes it after it was sent, and the command must not end before that."""
 
     def __init__(self, chunks: list[bytes], sent: Callable[[], None]) -> None:
         super().__init__(chunks)

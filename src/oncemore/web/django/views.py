@@ -14,7 +14,7 @@ from django.urls import Resolver404, get_resolver, get_script_prefix, resolve  #
 from ..._contract.contract import Contract, Match
 from ..._contract.paths import ANY, UNSAFE_METHODS
 from ..._contract.profiles import DEFAULT
-from ..._contract.rule import Rule, attach, called
+from ..._contract.rule import Rule, attach, check_called
 from ..._contract.settings import Settings
 from ...errors import ConfigurationError
 from ..discovery import decorated, rules_for, unsafe_methods
@@ -30,7 +30,7 @@ marked: WeakSet[Any] = WeakSet()
 
 def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
     """A decorator for views, classes of views, their methods and actions: the requests they serve follow this rule."""
-    called(match)
+    check_called(match)
     return mark(Rule(match, **settings))
 
 

@@ -26,16 +26,16 @@ HEAD = """\
 # Crash tests
 
 Each row below is a test.
-It kills a real process with SIGKILL at that point (or cuts the connection before the server's answer), lets another process take over, and has the client retry.
+The test kills a real process with SIGKILL at that point (or cuts the connection before the server's answer), lets another process take over, and sends the request again.
 `make test` runs them all, and fails if their results differ from this page.
-"Effects in the end" counts the rows that the effect has left in the database.
+"Effects in the end" is the number of rows that the effect has left in the database.
 
 """
 MEANING = {
     "transaction": '`effect = "transaction"`: the claim, the effect and the outcome are one transaction.',
-    "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function looks whether it happened.',
+    "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function finds out whether the effect happened.',
     "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: an unknown outcome waits for a person.',
-    "steps": '`effect = "steps"`: each step is checkpointed; the retry continues after the last one.',
+    "steps": '`effect = "steps"`: the result of each step is stored; the retry continues after the last finished step.',
 }
 
 

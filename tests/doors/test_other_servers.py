@@ -1,4 +1,4 @@
-"""The recipes on the page about other servers, served as they stand there, and `oncemore.web.http` by itself."""
+"""The recipes on the page about other servers, served unchanged, and `oncemore.web.http` by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADERS = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
 
 @contextmanager
 def in_a_loop(start: Callable[[Any], Any]) -> Iterator[str]:
-    """The URL of a server that *start* starts, given its app, on an event loop in a thread."""
+    """Run *start*, which starts a server, on an event loop in a thread, and yield the server's URL."""
     loop = asyncio.new_event_loop()
     port, stop = loop.run_until_complete(start(loop))
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -171,7 +171,7 @@ async def later() -> str:
 )
 def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
     """A method that was not called has another address in the next request, so a retry would run again."""
-    with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
+    with pytest.raises(PrincipalFailed, match="return a text or a number"):
         run(principal_of(lambda native: found(), post("/things")))
 
 
@@ -308,7 +308,7 @@ def test_lambda_decorator_takes_the_options_of_its_middleware() -> None:
     "error",
     [
         outcome_unknown("k", " (psycopg.OperationalError at db-1.internal)"),
-        PrincipalFailed("The principal function gave a Session, but a text or a number is needed"),
+        PrincipalFailed("The principal function returned a Session: return a text or a number"),
         StoreUnavailable("connection to 10.0.0.7 refused"),
     ],
 )

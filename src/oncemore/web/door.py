@@ -140,7 +140,7 @@ class Door(Generic[App]):
         """
         check_guard(guard)
         if self.needs_app and app is None:
-            raise ConfigurationError("The middleware is given no app: write IdempotencyMiddleware(app, guard=guard)")
+            raise ConfigurationError("The middleware got no app: write IdempotencyMiddleware(app, guard=guard)")
         if not isinstance(contract, Contract | None):
             raise ConfigurationError(
                 f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"
@@ -211,7 +211,9 @@ class Door(Generic[App]):
         if undeclared == "refuse" and self.enforces(match.rule):
             self.check(match, method, path, headers)
         elif undeclared == "warn":
-            log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
+            log.warning(
+                "No rule of the contract matches %s %s: add a rule for it", method, quote(path, errors="replace")
+            )
         if key.source == "none" or not (keyed or match.rule.if_match):
             check_passed(native)
             return None
@@ -431,7 +433,7 @@ class Door(Generic[App]):
         try:
             redacted = self.redact(outcome)
             if not isinstance(redacted, Outcome):
-                raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
+                raise TypeError(f"The redact function returned a {type(redacted).__name__}: return an Outcome")
             return decode_outcome(encode_outcome(redacted))  # checked now: `settle` cannot store a text as body
         except Exception:  # the effect has happened, so a retry must not perform again
             log.exception("The redact function failed; %s stores a tombstone without the response", rule.name)

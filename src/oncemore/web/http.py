@@ -104,7 +104,7 @@ class Idempotency(Door[Any]):
             with running(found.attempt.op):
                 response = yield Call(perform)
             if not isinstance(response, Answered):
-                raise TypeError(f"perform gave a {type(response).__name__}: let it return a Response or a Streamed")
+                raise TypeError(f"perform returned a {type(response).__name__}: return a Response or a Streamed")
         except GeneratorExit:
             found.attempt.drop()
             raise

@@ -69,7 +69,7 @@ class NewKeys:
         except Exception as error:
             if rule.store_down != "run":
                 raise NotCounted("New keys cannot be counted now, so none are accepted", retry_after=1.0) from error
-            log.error("New keys of %s cannot be counted, and are accepted: %s", rule.name, error)
+            log.error("The counter of new keys fails, so %s accepts them uncounted: %s", rule.name, error)
             return
         raise RateLimited(
             f"At most {rule.rate.count} new operations are accepted in {rule.rate.window:g} seconds; retry with the same key",

@@ -205,7 +205,7 @@ def principal_of(function: Principal | None, request: Request) -> Plan[str]:
     except InvalidPrincipal:
         raise
     except Exception as error:
-        log.exception("The principal function failed")
+        log.exception("The principal function failed, so the request is refused")
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
     if found is None or found == "":
         raise InvalidPrincipal("The caller is not known, and a key belongs to its caller: send your credentials")
@@ -213,7 +213,7 @@ def principal_of(function: Principal | None, request: Request) -> Plan[str]:
     if isinstance(found, str):
         return name
     if ADDRESS in name:
-        raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
+        raise PrincipalFailed(f"The principal function returned a {type(found).__name__}: return a text or a number")
     return name
 
 

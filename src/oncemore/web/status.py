@@ -57,7 +57,7 @@ def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
         if rule.name == operation:
             if rule.one_route or rule.across_routes == "conflict" or rule.scope == "global":
                 return rule, operation
-            raise InvalidKey(f"{operation} has keys for each path: say which, as in ?operation=POST /refunds/7&key=...")
+            raise InvalidKey(f"{operation} has keys for each path: name one, as in ?operation=POST /refunds/7&key=...")
     method, _, path = operation.partition(" ")
     match = contract.match(method, path)
     return (match.rule, match.route) if match is not None else (contract.default, operation)

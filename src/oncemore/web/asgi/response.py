@@ -282,7 +282,7 @@ class GuardedResponse:
         ABANDONED.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("%s failed after its client had left", self.rule.name, exc_info=error)
+            log.error("The operation %s failed after its client had left", self.rule.name, exc_info=error)
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:

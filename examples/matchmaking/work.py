@@ -93,7 +93,7 @@ class Service:
         self.contract = Contract()  # replaced by the loaded contract, which needs `look_up`
 
     def now(self) -> float:
-        """The time; a test moves it together with the ledger's."""
+        """Return the time; a test moves it together with the ledger's."""
         return time.time() + self.database.store.shift
 
     def read(self) -> Any:

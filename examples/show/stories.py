@@ -160,7 +160,7 @@ def duplicate_webhook(system: PaymentSystem, name: str) -> Ending:
 
 
 def killed_relay(system: PaymentSystem, name: str) -> Ending:
-    """The relay dies between the broker's confirmation of the message and the note that it was sent."""
+    """Kill the relay between the broker's confirmation of the message and the note that it was sent."""
     messages = system.messages
     messages.start()
     made = ids([refund(system, system.captured(name), name)])

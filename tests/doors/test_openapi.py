@@ -17,7 +17,7 @@ from oncemore._contract.profiles import PROFILES
 from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, OncemoreError
 from oncemore.web.openapi import enrich, resolved
-from oncemore.web.openapi.parts import REFUSALS, spelt
+from oncemore.web.openapi.parts import REFUSALS, in_words
 
 PLAIN: dict[str, Any] = {
     "openapi": "3.1.0",
@@ -306,7 +306,7 @@ class TestExtension:
         ("seconds", "words"), [(86400, "1 day"), (5400, "90 minutes"), (7200, "2 hours"), (0.5, "0.5 seconds")]
     )
     def test_durations_are_spelt(self, seconds: float, words: str) -> None:
-        assert spelt(seconds) == words
+        assert in_words(seconds) == words
 
 
 class TestMatching:

@@ -112,7 +112,7 @@ class IdempotencyMiddleware(Idempotency):
             with running(exchange.attempt.op):
                 response, raised = await answer_of(handler, request)
                 made = await to_record(response, exchange.rule)
-        except Answered as instead:
+        except ResponseReplaced as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
             refused = await arun(exchange.fail(error))
@@ -146,11 +146,11 @@ class IdempotencyMiddleware(Idempotency):
         del request[EXCHANGE]
         recorded = await arun(record(exchange, Streamed(response.status, list(response.headers.items()))))
         if isinstance(recorded, Response):
-            raise Answered(recorded)
+            raise ResponseReplaced(recorded)
         add_headers(response, recorded)
 
 
-class Answered(Exception):
+class ResponseReplaced(Exception):
     """Raised through a handler that prepares its stream, if the client gets another response."""
 
     def __init__(self, response: Response) -> None:

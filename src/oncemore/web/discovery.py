@@ -26,13 +26,13 @@ def rules_for(view: Any, methods: Iterable[str]) -> list[tuple[Rule, list[str]]]
     """
     found: dict[int, tuple[Rule, list[str]]] = {}
     for method in methods:
-        rule = next((rule for rule in map(rule_of, decorated(view, method)) if rule is not None), None)
+        rule = next((rule for rule in map(rule_of, decorated_objects(view, method)) if rule is not None), None)
         if rule is not None:
             found.setdefault(id(rule), (rule, []))[1].append(method)
     return list(found.values())
 
 
-def decorated(view: Any, method: str) -> Iterator[Any]:
+def decorated_objects(view: Any, method: str) -> Iterator[Any]:
     """Yield the objects that a rule for *method* may be attached to, the most specific first."""
     while isinstance(view, partial):
         view = view.func

@@ -40,7 +40,7 @@ from ..errors import (
 from .etag import Etag, check_if_match
 from .problem import ProblemBody, Response, problem_response, stripe_problem, value_response
 from .rates import Admission, Rates, default_rates
-from .redrive import REDRIVEN, check_passed, kept_request, redriven, resumed
+from .redrive import REDRIVEN, check_passed, check_resumable, find_redriven, kept_request
 from .request import (
     GUARDED,
     Fields,
@@ -241,9 +241,9 @@ class Door(Generic[App]):
         """
         rule, headers = match.rule, request.headers
         if type(request.native) is not dict or REDRIVEN in request.native:
-            unfinished = redriven(request.native)
+            unfinished = find_redriven(request.native)
             if unfinished is not None:
-                return resumed(unfinished, rule), ("", "")
+                return check_resumable(unfinished, rule), ("", "")
         principal, tenant = caller = yield from self.caller(request)
         named = lines(headers, rule.key.name.lower())
         unique: str | None = None
@@ -535,7 +535,7 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
 
     def settle_stream(self, status: int, *, has_length: bool) -> Plan[Answer]:
         """Record a stream, as `record_stream` does; return the answer, or raise the refusal."""
-        attempt, tombstone = self.attempt, unkept(self.rule, status, has_length=has_length)
+        attempt, tombstone = self.attempt, stream_tombstone(self.rule, status, has_length=has_length)
         is_kept = (has_length or self.rule.streams != "release") and attempt.keeps(tombstone)
         if is_kept or attempt.doubts(tombstone):
             return (yield from attempt.settle(tombstone))
@@ -553,7 +553,7 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
         return self.door.refusal(error, self.match, self.attempt.operation)
 
 
-def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:
+def stream_tombstone(rule: Rule, status: int, *, has_length: bool) -> Outcome:
     """Return the tombstone of a response that is not held back; its body is the reason: "size" or "streaming"."""
     return Outcome("tombstone", status, body=b"size" if has_length or rule.streams == "store" else b"streaming")
 

@@ -52,13 +52,13 @@ NOT_KEPT = frozenset(
 )
 
 
-def redriven(native: Any) -> Operation | None:
+def find_redriven(native: Any) -> Operation | None:
     """Return the operation that this request continues, or None for a client's own request."""
     found = native_mapping(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 
-def resumed(operation: Operation, rule: Rule) -> Operation:
+def check_resumable(operation: Operation, rule: Rule) -> Operation:
     """Return the operation to be continued.  Raise ConfigurationError if its rule no longer runs in steps."""
     if rule.policy.effect != "steps":
         raise ConfigurationError(
@@ -70,7 +70,7 @@ def resumed(operation: Operation, rule: Rule) -> Operation:
 
 def check_passed(native: Any) -> None:
     """Raise if a request that continues an operation would pass unguarded: the app would perform it again each time."""
-    operation = redriven(native)
+    operation = find_redriven(native)
     if operation is not None and CURRENT.get() is None:  # else an outer middleware guards it
         raise ConfigurationError(
             f"{operation.name} {operation.key!r} is unfinished, and no rule of this middleware's contract guards its request: "

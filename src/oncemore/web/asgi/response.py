@@ -18,7 +18,7 @@ from ..._ledger.model import Outcome
 from ..._runtime.loops import keep_task
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..door import Exchange, unkept
+from ..door import Exchange, stream_tombstone
 from ..problem import Response
 from ..request import GUARDED, Request, value_of
 
@@ -220,7 +220,7 @@ class GuardedResponse:
         if self.abandoned:
             raise OSError("The client has left, so the stream cannot be sent")
         self.passing = True
-        outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
+        outcome = stream_tombstone(self.rule, self.start["status"], has_length=bool(self._length()))
         await self.client_send(self._started(self.exchange.headers(Answer(outcome, "unstored"))))
 
     # The end

@@ -70,14 +70,16 @@ class RestApi:
 
     def query(self, event: Event) -> str:
         """Return the query, sorted by name: the event does not have its order, and a retry's query must be equal."""
-        return urlencode([(name, value) for name, values in many(event, "QueryStringParameters") for value in values])
+        return urlencode(
+            [(name, value) for name, values in values_by_name(event, "QueryStringParameters") for value in values]
+        )
 
     def headers(self, event: Event) -> list[tuple[str, str]]:
-        return [(name.lower(), str(value)) for name, values in many(event, "Headers") for value in values]
+        return [(name.lower(), str(value)) for name, values in values_by_name(event, "Headers") for value in values]
 
     def as_get(self, event: Event) -> Event:
         """Return the event of a GET of the same URL."""
-        return {**event, **asked(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
+        return {**event, **headers_of_get(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
         """Return the function's answer, read as the gateway reads it."""
@@ -108,7 +110,9 @@ class LoadBalancer(RestApi):
 
     def query(self, event: Event) -> str:
         """Return the query, sorted by name; a load balancer leaves it percent-encoded."""
-        return "&".join(f"{name}={value}" for name, values in many(event, "QueryStringParameters") for value in values)
+        return "&".join(
+            f"{name}={value}" for name, values in values_by_name(event, "QueryStringParameters") for value in values
+        )
 
     def added(self, event: Event, reply: Reply, headers: Headers) -> Any:
         if "multiValueHeaders" not in event or not reply.readable:
@@ -149,7 +153,7 @@ class HttpApi(RestApi):
     def as_get(self, event: Event) -> Event:
         context = event["requestContext"]
         get = {**context, "http": {**context["http"], "method": "GET"}}
-        return {**event, **asked(event), "requestContext": get, "body": None, "isBase64Encoded": False}
+        return {**event, **headers_of_get(event), "requestContext": get, "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
         """Return the function's answer.  A value without a statusCode is the body itself: a text, or any JSON."""
@@ -176,7 +180,7 @@ def source_of(event: Any) -> RestApi | None:
     return next((source() for source in SOURCES if source.is_source(event)), None)
 
 
-def asked(event: Event) -> Event:
+def headers_of_get(event: Event) -> Event:
     """Return the event's headers for a GET, in each of their two forms that the event has."""
     forms = [form for form in ("headers", "multiValueHeaders") if event.get(form)]
     return {
@@ -194,7 +198,7 @@ def request_body(event: Event) -> bytes:
         raise InvalidPayload("isBase64Encoded is true, and the body is not base64; nothing was done") from error
 
 
-def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
+def values_by_name(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
     """Return headers or query parameters, each with all its values, sorted by their names."""
     found = event.get(f"multiValue{name}") or {}
     single = {} if found else event.get(name[0].lower() + name[1:]) or {}
@@ -208,7 +212,7 @@ def structured(value: Any) -> Reply:
         status, body = int(value["statusCode"]), value.get("body") or ""
         data = base64.b64decode(body, validate=True) if value.get("isBase64Encoded") else body.encode()
         cookies = [("set-cookie", cookie) for cookie in value.get("cookies") or ()]
-        headers = [(name.lower(), str(one)) for name, values in many(value, "Headers") for one in values]
+        headers = [(name.lower(), str(one)) for name, values in values_by_name(value, "Headers") for one in values]
         # If a header is in both forms, the gateway uses the form with many values.
         single = {name.lower(): str(one) for name, one in (value.get("headers") or {}).items()}
         extra = [(name, one) for name, one in single.items() if name not in dict(headers)]

@@ -17,7 +17,7 @@ from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, attach, called
 from ..._contract.settings import Settings
 from ...errors import ConfigurationError
-from ..discovery import decorated, rules_for, unsafe_methods
+from ..discovery import decorated_objects, rules_for, unsafe_methods
 from ..unserved import Route, route_at, warn_of_routes
 from ._compat import ninja_operations, path_of
 
@@ -137,7 +137,7 @@ def lineage(view: Any) -> Iterator[Any]:
     """Yield all objects that a rule of the view may be attached to, and the functions that their decorators have wrapped."""
     for function, methods in functions_of(view):
         for method in methods:
-            for place in decorated(function, method):
+            for place in decorated_objects(function, method):
                 while place is not None:
                     yield place
                     place = getattr(place, "__wrapped__", None)

@@ -116,10 +116,10 @@ def sentence(rule: Rule) -> str:
 
 
 def kept_for(rule: Rule) -> str:
-    return f"Its outcome is kept for {spelt(rule.policy.ttl)}."
+    return f"Its outcome is kept for {in_words(rule.policy.ttl)}."
 
 
-def spelt(seconds: float) -> str:
+def in_words(seconds: float) -> str:
     """Return a duration in words, such as "2 hours", in the largest unit that divides it."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length and seconds % length == 0:

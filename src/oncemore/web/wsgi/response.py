@@ -89,7 +89,7 @@ class GuardedResponse:
             raise AssertionError("The application called start_response a second time without exc_info")
         if exc_info is not None and self.write is not None:  # the client has a part of it already, so the server raises
             return self.start_response(line, headers, exc_info)
-        self.line, self.headers, self.lowered = line, headers, lowered(headers)
+        self.line, self.headers, self.lowered = line, headers, lower_names(headers)
         self.chunks, self.size = [], 0  # a second start replaces the response that was held back
         return self._write
 
@@ -230,7 +230,7 @@ def respond(start_response: StartResponse, response: Response, *, head: bool = F
     return [] if head or not response.body else [response.body]
 
 
-def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def lower_names(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     # A subclass of str, with which template engines mark safe texts, cannot be stored.
     return [(name.lower(), str.__str__(value) if isinstance(value, str) else value) for name, value in headers]
 

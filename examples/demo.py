@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def run_until_interrupted(demo: Callable[[Display, ExitStack, list[int]], int], numbers: list[int]) -> int:
-    """Run a demo, and return its exit code; at Ctrl-C or SIGTERM, all that it has started is stopped."""
+    """Run a demo, and return its exit code.  At Ctrl-C or SIGTERM, stop everything that it has started."""
     display = Display()
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, interrupt)
@@ -53,7 +53,7 @@ def interrupt(*_: object) -> None:
 
 
 def read_numbers(words: list[str], count: int) -> list[int]:
-    """Return the numbers of the stories to run; all *count* of them if none are named."""
+    """Return the numbers of the stories to run, or all numbers up to *count* if no story is named."""
     known = {str(number): number for number in range(1, count + 1)}
     if unknown := [word for word in words if word not in known]:
         sys.exit(f"There is no story {unknown[0]}: name one by its number, from 1 to {count}")
@@ -94,7 +94,7 @@ def demo(display: Display, stack: ExitStack, numbers: list[int]) -> int:
 
 
 def stays_up() -> bool:
-    """Whether the service stays up after the stories: unless ONCE is set."""
+    """Whether the service stays up after the stories: it does so unless ONCE is set."""
     return os.environ.get("ONCE", "0") in ("", "0")
 
 
@@ -107,7 +107,7 @@ def wait_for_interrupt(display: Display) -> None:
 
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # Servers set this, too: the closed connections of a former server do not matter.
+        # Servers set this, too, so that the closed connections of a former server do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -122,7 +122,7 @@ def start_both(display: Display, stack: ExitStack) -> tuple[PaymentSystem, Payme
     with ThreadPoolExecutor(2) as pool:
         plain = pool.submit(start, stack, 0, "off")
         guarded = pool.submit(start, stack, PORT, on) if is_free(PORT) else None
-    if guarded is None or guarded.exception() is not None:  # an exception: the port was taken a moment ago
+    if guarded is None or guarded.exception() is not None:  # it raises if the port was taken a moment ago
         display.say(f"Port {PORT} is taken, so the service has another one.", style="yellow")
         return plain.result(), start(stack, 0, on)
     return plain.result(), guarded.result()

@@ -90,7 +90,7 @@ class Server(ABC):
         return self
 
     def stop(self) -> None:
-        """End the server and remove its data; does nothing if it is not running."""
+        """End the server and remove its data.  Do nothing if it is not running."""
         if self._supervisor is not None:
             assert self._supervisor.stdin is not None
             self._supervisor.stdin.close()

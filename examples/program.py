@@ -14,7 +14,7 @@ from examples.process import Server, free_port
 
 ROOT = Path(__file__).parents[1]
 
-# One client for all, without TLS, because to create an SSL context takes longer than most requests here.
+# One client for all, without TLS, because creating an SSL context takes longer than most requests here.
 http = httpx.Client(verify=False, timeout=30, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -41,7 +41,7 @@ class Program(Server):
     def is_ready(self) -> bool:
         try:
             return bool(http.get(f"{self.url}/health").json()["pid"] == self.pid)
-        except (httpx.HTTPError, ValueError, KeyError):  # nothing answers, or another process
+        except (httpx.HTTPError, ValueError, KeyError):  # nothing answers, or another process does
             return False
 
     def get(self, path: str) -> Any:

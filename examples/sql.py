@@ -1,4 +1,4 @@
-"""One way to query SQLite and PostgreSQL for the examples, because the drivers mark values differently."""
+"""Queries SQLite and PostgreSQL in one way for the examples, because the drivers mark values differently."""
 
 from __future__ import annotations
 

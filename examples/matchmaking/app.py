@@ -47,7 +47,7 @@ OPEN = ("/auth/otp/send", "/auth/otp/verify")  # the paths of requests without a
 
 
 async def current_user(request: Request) -> str:
-    """Return the user; the middleware has found the one of a guarded request already."""
+    """Return the user.  For a guarded request, the middleware has already found it."""
     return str(request.scope.get(USER) or await request.app.state.find_user(request.scope))
 
 
@@ -114,7 +114,7 @@ class Appeal(BaseModel):
     text: AnyText
 
 
-# Rules with `unique_by` answer from the record of another key, so the body is checked before the middleware looks for it.
+# A rule with `unique_by` may answer from another key's record, so the body is checked before the middleware looks for it.
 CHECKED: dict[str, type[BaseModel]] = {
     "auth.otp.send": NewCode,
     "verification.start": NewVerification,
@@ -124,9 +124,9 @@ CHECKED: dict[str, type[BaseModel]] = {
 
 
 class Middleware(IdempotencyMiddleware):
-    """The middleware of oncemore, which answers 422 to a body that the endpoint would refuse, as FastAPI does.
+    """The middleware of oncemore, but a body that the endpoint would refuse gets 422, as FastAPI sends it.
 
-    With the ledger in Redis, what is unique whatever the key is left to the database: see `Service.perform`.
+    With the ledger in Redis, unique records are left to the database: see `Service.perform`.
     """
 
     def operation(self, match: Any, request: NamedRequest) -> Any:
@@ -146,12 +146,12 @@ def create(settings: Settings | None = None) -> FastAPI:
     """Create the app with its guards, on the database of the settings."""
     settings = settings or Settings.read()
     metrics = Metrics()
-    cache = 0 if settings.test_hooks else 32 * 1024 * 1024  # a test's clock does not move this process's own memory
+    cache = 0 if settings.test_hooks else 32 * 1024 * 1024  # no cache in tests, because their clock does not move it
     url = settings.database
     if url.startswith("sqlite") and "?" not in url:
-        url += "?timeout=30s"  # its writers take turns, also those of other processes
+        url += "?timeout=30s"  # all writers take turns, even in other processes
     database = guard = Guard(url, observers=[log_events(), metrics], cache=cache)
-    if settings.ledger:  # then the database's own records are not counted a second time
+    if settings.ledger:  # then the database's guard counts only slots, so that no request is counted twice
         database = Guard(url, observers=[log_events(), metrics.count_slots], cache=cache)
         guard = Guard(settings.ledger, observers=[log_events(), metrics], cache=cache)
     service = Service(settings, guard, database)
@@ -179,7 +179,7 @@ def create(settings: Settings | None = None) -> FastAPI:
         await database.aclose()
 
     async def find_user(scope: Any) -> str:
-        """Name the caller by the access token; the guard's keys belong to the user, whichever token is sent."""
+        """Return the user of the access token: keys belong to the user, so a renewed token makes no difference."""
         if scope["path"] in OPEN:
             return "nobody"
         async with service.read() as connection:
@@ -207,12 +207,12 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.post("/auth/refresh")
     async def refresh(body: Refresh, request: Request) -> Response:
-        """Not idempotent: always issues new tokens."""
+        """Issue new tokens.  Not idempotent: a repeat issues new tokens again."""
         return await perform(request, partial(people.refresh, token=body.refreshToken))
 
     @app.post("/auth/logout", status_code=204)
     async def log_out(request: Request, user: User) -> Response:
-        """Not idempotent: always revokes the session."""
+        """Revoke the session.  Not idempotent: a repeat is refused, because the session has ended."""
         return await perform(request, partial(people.log_out, token=bearer(request)), 204)
 
     # Profiles
@@ -224,7 +224,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.patch("/users/me")
     async def change_profile(body: Profile, request: Request, user: User) -> Response:
-        """Idempotent without a key: the last write wins."""
+        """Change the profile.  Idempotent without a key, because the last write wins."""
         fields = body.model_dump(exclude_unset=True)
         return await perform(request, partial(people.change_profile, fields=fields))
 
@@ -240,7 +240,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.delete("/users/me/photos/{id}", status_code=204)
     async def delete_photo(id: Text, request: Request, user: User) -> Response:
-        """Not idempotent: deletes once, and the second time there is nothing to delete."""
+        """Delete a photo.  Not idempotent: the second time, there is nothing to delete."""
         return await perform(request, partial(people.delete_photo, id=id), 204)
 
     @app.get("/compatibility/responses")
@@ -287,7 +287,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.post("/matches/{id}/unmatch")
     async def unmatch(id: Text, request: Request) -> Response:
-        """Close a match.  If it is closed already, nothing changes, and the answer is the same."""
+        """Close a match.  If it is already closed, nothing changes, and the answer is the same."""
         return await perform(request, partial(matching.unmatch, id=id))
 
     @app.get("/matches/{id}/messages")
@@ -303,7 +303,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.post("/matches/{id}/read")
     async def mark_read(id: Text, body: Read, request: Request) -> Response:
-        """Mark messages as read.  What was read stays read, so a repeat changes nothing."""
+        """Mark messages as read.  Read messages stay read, so a repeat changes nothing."""
         return await perform(request, partial(matching.mark_read, id=id, message=body.messageId))
 
     # Safety
@@ -321,7 +321,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
     @app.post("/safety/block")
     async def block(body: Block, request: Request) -> Response:
-        """Block a user.  If that was done before, nothing changes, and the answer is the same."""
+        """Block a user.  If the user is already blocked, nothing changes, and the answer is the same."""
         return await perform(request, partial(safety.block, subject=body.subjectId))
 
     @app.post("/safety/appeal", status_code=201)
@@ -350,7 +350,7 @@ def create(settings: Settings | None = None) -> FastAPI:
 
 
 def load_contract(service: Service) -> Contract:
-    """Load the contract.  With the ledger in Redis, changes run under a lease there, and crashes are resolved by a look."""
+    """Load the contract.  With the ledger in Redis, changes run under a lease there, and `look_up` resolves crashes."""
     if service.guard is service.database:
         return Contract.load(CONTRACT)
     document = tomllib.loads(CONTRACT.read_text(encoding="utf-8"))
@@ -360,7 +360,7 @@ def load_contract(service: Service) -> Contract:
 
 
 async def register_endpoint(webhooks: Webhooks, settings: Settings) -> None:
-    """Let `match.created` go to the URL of the settings; other processes may do the same at this moment."""
+    """Have `match.created` sent to the URL of the settings; other processes may do the same at this moment."""
     with suppress(NotFound):
         await webhooks.endpoints.aupdate(ENDPOINT, url=settings.webhook_url)
         await webhooks.endpoints.arotate(ENDPOINT, secret=settings.webhook_secret, grace=0)
@@ -381,7 +381,7 @@ async def invalid_response(request: Request, error: Any) -> JSONResponse:
 
 
 async def http_response(request: Request, error: Any) -> JSONResponse:
-    """Answer a request that no route takes, or whose body cannot be read."""
+    """Answer a request that no route serves, or whose body cannot be read."""
     refusals: dict[int, type[Refusal]] = {404: Missing, 405: NotAllowed}
     refusal = refusals.get(error.status_code, Invalid)
     return await problem_response(request, refusal(f"{request.method} {request.url.path}: {error.detail}"))

@@ -21,7 +21,7 @@ RETRIES, WITHIN = 3, "1h"
 
 @dataclass
 class Run:
-    """How a test runs a slot: each attempt takes *delay* seconds longer, and *began* tells whether there was one."""
+    """A test's options for one slot: each attempt takes *delay* seconds longer, and sets *began*."""
 
     delay: float = 0.0
     began: bool = False

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field, JsonValue
 
 
 def check_text(text: str) -> str:
-    """Refuse what PostgreSQL or UTF-8 cannot hold."""
+    """Return the text.  Refuse characters that PostgreSQL or UTF-8 cannot store."""
     if "\0" in text:
-        raise ValueError("a text has no NUL character")
+        raise ValueError("a text must not have a NUL character")
     text.encode()  # a UnicodeEncodeError is a ValueError, too
     return text
 
@@ -26,7 +26,7 @@ def check_zone(name: str) -> str:
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):
-        raise ValueError(f"{name!r} is no time zone: send an IANA name such as 'Europe/Berlin'") from None
+        raise ValueError(f"{name!r} is not a time zone: send an IANA name such as 'Europe/Berlin'") from None
     return name
 
 

@@ -84,11 +84,11 @@ def hooks_router(service: Service, daily_offers: DailyOffers) -> APIRouter:
             slot, run = f"{body.date}:{timezone}:{user}", Run(body.delayMs / 1000)
             async with turns:
                 if database.startswith("sqlite") and await service.database.afind(NAME, slot) is None:
-                    await asyncio.sleep(run.delay)  # not in the transaction: SQLite has one writer at a time
+                    await asyncio.sleep(run.delay)  # before the transaction, because SQLite has one writer at a time
                     run.delay = 0.0
                 try:
                     offers = await daily_offers(user, timezone, body.date, run)
-                except InProgress:  # a process that has died, or another one, has it
+                except InProgress:  # another process has the slot, or has died with it
                     return None
             return {"slot": slot, "offers": offers, "ran": run.began}
 
@@ -118,7 +118,7 @@ def hooks_router(service: Service, daily_offers: DailyOffers) -> APIRouter:
 async def deliveries_end(service: Service) -> None:
     """Wait for webhooks that are being sent: if their leases ended now, they would be sent again.
 
-    Not for long, because a process that was killed has left its own behind.
+    Wait for one second at most, because a process that was killed leaves unfinished deliveries.
     """
     for _ in range(20):
         async with service.read() as connection:

@@ -50,7 +50,7 @@ async def answer_offer(work: Work, webhooks: Webhooks, id: str, action: str) -> 
 
 
 async def match_pair(work: Work, webhooks: Webhooks, offer: Row) -> None:
-    """If the candidate has accepted, too, make the match and its event."""
+    """Make the match and its event, if the candidate has accepted, too."""
     me, other = offer["user_id"], offer["candidate_id"]
     theirs = await work.rows(
         "SELECT id FROM offers WHERE user_id = ? AND candidate_id = ? AND status = 'accepted' ORDER BY number DESC LIMIT 1",
@@ -105,13 +105,14 @@ def offer_view(row: Row) -> Row:
 
 
 async def generate_offers(work: Work, date: str, slot: str) -> list[str]:
-    """Make the user's offers of a local date, and return their ids.  If there are some for that date, return those."""
+    """Make the user's offers of a local date, and return their ids.  If the date has offers, return their ids."""
     if work.served:  # the user's row is the lock: two slots of one date, in two time zones, take turns
         await work.rows("SELECT id FROM users WHERE id = ? FOR UPDATE", work.user)
     made = await work.rows("SELECT offers FROM offer_days WHERE user_id = ? AND date = ?", work.user, date)
     if made:
         known: list[str] = json.loads(made[0]["offers"])
         return known
+    # Users after this one in the order of ids come first, so that not all users get the same candidates.
     candidates = [*await find_candidates(work, "c.id > ?", DAILY)]
     candidates += await find_candidates(work, "c.id < ?", DAILY - len(candidates))
     ids = [await make_offer(work.connection, work.user, candidate, date) for candidate in candidates]
@@ -122,7 +123,7 @@ async def generate_offers(work: Work, date: str, slot: str) -> list[str]:
 
 
 async def find_candidates(work: Work, which: str, most: int) -> list[str]:
-    """Find other users without an open match or a block: those behind the user first, so that not all get the same ones."""
+    """Return the ids of users that *which* selects and who have no open match with the user, and no block."""
     found = await work.rows(
         f"SELECT c.id FROM users c WHERE {which}"
         " AND NOT EXISTS (SELECT 1 FROM matches m WHERE m.status = 'open'"
@@ -201,7 +202,7 @@ def message_view(row: Row) -> Row:
 
 
 async def mark_read(work: Work, id: str, message: str) -> Row:
-    """Note that the user has read up to a message.  What was read stays read: an earlier message changes nothing."""
+    """Note that the user has read up to a message.  Read messages stay read, so an earlier message changes nothing."""
     await find_match(work.connection, work.user, id)
     found = await work.rows("SELECT number FROM messages WHERE id = ? AND match_id = ?", message, id)
     if not found:

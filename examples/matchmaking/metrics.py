@@ -1,6 +1,6 @@
 """The service's counters for Prometheus, each exported from zero on.
 
-The guards' events and the rows of the webhooks are counted without labels, as the alerts of the service ask for sums.
+The guards' events and the webhooks' rows are counted without labels, because the alerts of the service need only sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .daily import NAME
 from .work import Service
 
 COUNTED = {metric: metric.name.replace(".", "_") for metric in (CACHE_HIT, KEY_REUSE, JOB_CONFLICT)}
-# The deliveries of webhooks are counted in the database, because any process may make them.
+# The deliveries of webhooks are counted in the database, because any process may send them.
 DELIVERIES = (
     "SELECT coalesce(sum(CASE WHEN state = 'delivered' THEN 1 ELSE 0 END), 0) AS delivered,"
     " coalesce(sum(CASE WHEN state = 'dead' THEN 1 ELSE 0 END), 0) AS dead,"
@@ -25,7 +25,7 @@ DELIVERIES = (
 
 
 class Metrics:
-    """An observer of the guards, and the page for Prometheus."""
+    """Observes the guards, and makes the page for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,7 +42,7 @@ class Metrics:
 
     def __call__(self, event: Event) -> None:
         for metric, _, amount in guard_measurements(event):
-            if metric in COUNTED and not (metric is CACHE_HIT and event.operation.name == NAME):  # a slot has its own
+            if metric in COUNTED and not (metric is CACHE_HIT and event.operation.name == NAME):  # counted as slots
                 self.counters[COUNTED[metric]].inc(amount)
         self.retries += event.kind == "claimed" and event.attempt > 1
         self.exhausted += event.kind == "slot" and event.detail == "failed"

@@ -13,14 +13,14 @@ from oncemore.errors import Duplicate, InvalidPrincipal, WrongState
 from .problems import Missing, WrongCode
 from .work import Work, iso, new_id
 
-CODE_LASTS, SESSION_LASTS = 600.0, 300.0  # seconds: as long as the contract keeps the answers
+CODE_LASTS, SESSION_LASTS = 600.0, 300.0  # seconds, equal to the `ttl` of the rules
 PROFILE = {"displayName": "display_name", "bio": "bio", "timezone": "timezone"}  # field: column
 
 # Signing in
 
 
 async def send_code(work: Work, phone: str) -> Row:
-    """Send a code to the phone.  The message is a row here, which a program of its own would pass on to a provider."""
+    """Send a code to the phone.  Here the message is only a row; another program would pass it on to a provider."""
     request, code, ends = new_id("otp"), f"{secrets.randbelow(10**6):06}", work.now + CODE_LASTS
     await work.rows(
         "INSERT INTO codes (request_id, phone, code, expires_at) VALUES (?, ?, ?, ?)", request, phone, code, ends
@@ -30,7 +30,7 @@ async def send_code(work: Work, phone: str) -> Row:
 
 
 async def verify_code(work: Work, request: str, code: str) -> Row:
-    """Sign in by a code, which works once; the user is made at the first time."""
+    """Sign in by a code, which works once.  The first time, make the user."""
     used = await work.rows(
         "UPDATE codes SET status = 'used' WHERE request_id = ? AND code = ? AND status = 'sent' AND expires_at > ?"
         " RETURNING phone",
@@ -133,7 +133,7 @@ async def list_photos(connection: Any, user: str) -> list[Row]:
 
 
 async def save_responses(work: Work, responses: dict[str, Any]) -> Row:
-    """Overwrite the answers to these questions, and return all that stand now."""
+    """Overwrite the answers to these questions, and return all present answers."""
     for question, answer in sorted(responses.items()):  # sorted, so that two requests lock the rows in the same order
         await work.rows(
             "INSERT INTO responses (user_id, question, answer) VALUES (?, ?, ?)"

@@ -9,13 +9,13 @@ from oncemore.errors import OncemoreError, Refusal
 
 
 class Missing(Refusal):
-    """There is no such thing, or it belongs to somebody else."""
+    """The resource does not exist, or belongs to somebody else."""
 
     code, status, title = "NOT_FOUND.resource", 404, "The resource does not exist"
 
 
 class NotAllowed(Refusal):
-    """The path takes other methods."""
+    """The path has other methods."""
 
     code, status, title = "VALIDATION.method", 405, "The method is not allowed"
 

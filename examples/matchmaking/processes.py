@@ -57,11 +57,11 @@ class Matchmaking(Program):
     def post(
         self, path: str, body: Any = None, user: str | None = None, key: str | None = None, **more: Any
     ) -> httpx.Response:
-        """Send a POST under *key*, or under a new one."""
+        """Send a POST under *key*, or under a new key."""
         return self.ask("POST", path, {} if body is None else body, user=user, key=key or new_key(), **more)
 
     def at_once(self, times: int, ask: Callable[[int], httpx.Response]) -> list[httpx.Response]:
-        """Call *ask* from so many threads at the same moment."""
+        """Call *ask* at the same moment from as many threads as *times* says."""
         together = threading.Barrier(times)
 
         def call(number: int) -> httpx.Response:
@@ -113,7 +113,7 @@ class Matchmaking(Program):
         return http.post(f"{self.url}/_test/{path}", json=body).raise_for_status().json()
 
     def effects(self, kind: str, *users: str | None) -> list[str]:
-        """Return the refs of the committed effects of a kind; with *users*, theirs only."""
+        """Return the refs of the committed effects of a kind; if *users* are given, only of their effects."""
         found = self.get("/_test/effects")["effects"]
         return [each["ref"] for each in found if each["kind"] == kind and (not users or each["user"] in users)]
 

@@ -18,7 +18,7 @@ async def file_report(work: Work, subject: str, category: str, text: str) -> Row
 
 
 async def block(work: Work, subject: str) -> Row:
-    """Block a user; if that was done before, nothing changes."""
+    """Block a user.  If the user is already blocked, nothing changes."""
     insert = "INSERT INTO blocks (user_id, subject_id) VALUES (?, ?) ON CONFLICT DO NOTHING RETURNING subject_id"
     if await work.rows(insert, work.user, subject):
         work.report("user.blocked", subject)

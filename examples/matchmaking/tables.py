@@ -57,7 +57,7 @@ TABLES = (
         CHECK ((status = 'matched') = (match_id IS NOT NULL))
     )""",
     "CREATE INDEX IF NOT EXISTS offers_of_a_pair ON offers (user_id, candidate_id)",
-    # One batch of daily offers for each user and local date, also if the user has moved to another time zone.
+    # One set of daily offers for each user and local date, even if the user moves to another time zone.
     """CREATE TABLE IF NOT EXISTS offer_days (
         user_id text NOT NULL,
         date text NOT NULL,
@@ -111,11 +111,11 @@ TABLES = (
         decision_id text NOT NULL,
         text text NOT NULL
     )""",
-    # For tests: what has happened, in the order of the commits.
+    # For tests: the effects that have happened, in the order of the commits.
     "CREATE TABLE IF NOT EXISTS effects (number {number}, kind text NOT NULL, user_id text, ref text NOT NULL)",
 )
 TABLES_LOCK = 7_263_802  # the advisory lock for processes that start at the same time
 EFFECTS_LOCK = (
-    7_263_803  # of the transaction that writes effects, so that their numbers are in the order of the commits
+    7_263_803  # held while a transaction writes effects, so that their numbers are in the order of the commits
 )
-PAIRS_LOCK = 7_263_804  # with the hash of a pair of users
+PAIRS_LOCK = 7_263_804  # used together with the hash of a pair of users

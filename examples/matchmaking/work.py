@@ -1,9 +1,9 @@
 """One change of the database: the transaction that it is in, the effects that it reports, and the faults of tests.
 
-With the ledger in the database, the transaction is the one that oncemore lends: the rows commit together with the record of
-the key.  With the ledger in Redis, the middleware holds a lease there while the change runs in a transaction of the
-database.  That transaction also writes a record of the operation, and of what is unique whatever the key.  If the process
-dies, the next attempt looks for the operation's record in order to learn whether the change was committed (`look_up`).
+With the ledger in the database, oncemore lends the transaction, so the rows commit together with the record of the key.
+With the ledger in Redis, the middleware holds a lease there while the change runs in a transaction of the database.  That
+transaction also writes a record of the operation, and its unique record.  If the process dies, the next attempt looks for
+the operation's record to learn whether the change was committed (`look_up`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .tables import EFFECTS_LOCK, PAIRS_LOCK
 Change = Callable[["Work"], Awaitable[Any]]
 
 JSON = (("content-type", "application/json"),)
-USER = "matchmaking.user"  # in the ASGI scope: the user whom the request's token names
-UNIQUE = "matchmaking.unique"  # in the ASGI scope: what is unique whatever the key
+USER = "matchmaking.user"  # in the ASGI scope: the user that the request's token names
+UNIQUE = "matchmaking.unique"  # in the ASGI scope: the rendered `unique_by` of the request
 
 
 @dataclass
@@ -81,19 +81,19 @@ class Work:
 
 
 class Service:
-    """The parts that all endpoints share: the guards, the clock, and the way in which changes are made.
+    """The parts that all endpoints share: the guards, the clock, and `perform`, which makes a change.
 
-    *guard* has the keys of requests.  *database* is the guard of the database; without a Redis, it is the same one.
+    *guard* has the keys of requests.  *database* is the guard of the database; without Redis, both are the same object.
     """
 
     def __init__(self, settings: Settings, guard: Guard, database: Guard) -> None:
         self.settings = settings
         self.guard = guard
         self.database = database
-        self.contract = Contract()  # replaced by the loaded one, which needs `look_up`
+        self.contract = Contract()  # replaced by the loaded contract, which needs `look_up`
 
     def now(self) -> float:
-        """The time; a test moves it together with the ledger's."""
+        """Return the time; a test moves it together with the ledger's."""
         return time.time() + self.database.store.shift
 
     def read(self) -> Any:
@@ -124,7 +124,7 @@ class Service:
         return Response(attempt.value.body, attempt.value.status, dict(attempt.value.headers))
 
     async def change(self, work: Work, change: Change, fault: str = "") -> Any:
-        """Call *change*, and write its effects; then comes the fault, if a test has asked for one."""
+        """Call *change*, and write its effects; then cause the *fault* if a test has requested it."""
         result = await change(work)
         if self.settings.test_hooks:
             await work.write_effects()
@@ -135,7 +135,7 @@ class Service:
         return result
 
     async def look_up(self, op: Op) -> Resolution:
-        """Find out whether an attempt that has vanished was committed, by its record in the database."""
+        """Find out by the record in the database whether an attempt that has vanished was committed."""
         record = await self.database.afind(op.operation.scope, op.key)
         if record is None or record.outcome is None:
             return Resolution.released()

@@ -51,7 +51,7 @@ class ForgetfulConsumer(Consumer):
 
 def create(database: str, broker: str, *, guarded: bool) -> FastAPI:
     """Create the app, which handles messages while it runs."""
-    deliveries: Counter[str] = Counter()  # by the message's id, after each was answered
+    deliveries: Counter[str] = Counter()  # the number of answered deliveries by the message's id
 
     def count(event: Event) -> None:
         if event.kind == "received":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# SQLite checks REFERENCES only if the connection turns them on, which the guard's do not; PostgreSQL always does.
+# PostgreSQL always checks REFERENCES; SQLite does not on the guard's connections, which leave the check off.
 TABLES = (
     """CREATE TABLE IF NOT EXISTS customers (
         id text PRIMARY KEY, name text NOT NULL DEFAULT '', email text NOT NULL DEFAULT '', version bigint NOT NULL DEFAULT 1

@@ -15,7 +15,7 @@ from oncemore.observe import Event
 REQUEST: ContextVar[dict[str, str]] = ContextVar("request")
 # The counter for each kind of event.
 COUNTED = {"settled": "idempotent.created", "replayed": "idempotent.replayed", "lapsed": "idempotent.taken_over"}
-STANDARD_FIELDS = set(vars(logging.makeLogRecord({})))  # of every log record; the others are of an event
+STANDARD_FIELDS = set(vars(logging.makeLogRecord({})))  # the fields of every log record; others come from an event
 
 
 def correlation() -> dict[str, str]:

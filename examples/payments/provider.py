@@ -106,7 +106,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         return self.answer(409 if same else 422, {"error": "duplicate" if same else "key_reused", "existing": movement})
 
     def quirk(self) -> dict[str, Any]:
-        """Return the fault of this request: that of its header (`X-Quirk: timeout_after=5`), or the next in the list."""
+        """Return the fault of this request: the fault in its header (`X-Quirk: timeout_after=5`), or the next in the list."""
         header = self.headers.get("x-quirk")
         if header:
             name, _, seconds = header.partition("=")

@@ -44,7 +44,7 @@ class Books:
     def move(
         self, kind: str, key: str, amount: int, currency: str, reference: str, *, tell: Tell
     ) -> tuple[dict[str, Any], bool]:
-        """Return the movement, and whether it is new; a known key moves nothing.  *tell* of a payout in its transaction."""
+        """Return the movement, and whether it is new; a known key moves nothing.  Call *tell* in a payout's transaction."""
         with self._lock, transaction(self._file):
             known = self._by_key(key)
             if known is not None:
@@ -63,7 +63,7 @@ class Books:
             self._file.execute("INSERT INTO calls (kind, key, request_id, traceparent) VALUES (?, ?, ?, ?)", call)
 
     def by_key(self, key: str) -> dict[str, Any] | None:
-        """Return the movement that was made under *key*, or None.  A client asks this if the outcome is unknown."""
+        """Return the movement that was made under *key*, or None.  Clients use this if the outcome is unknown."""
         with self._lock:
             return self._by_key(key)
 

@@ -34,7 +34,7 @@ class ProviderWebhooks:
         self.repeated: dict[str, list[tuple[int, Any]]] = {}  # the statuses and answers of repeated deliveries
         if url:
             self.webhooks.endpoints.create(url, id=CUSTOMER, secret=secret)
-            self.webhooks.endpoints.update(CUSTOMER, url=url)  # after a restart, it may be another one
+            self.webhooks.endpoints.update(CUSTOMER, url=url)  # the URL may have changed since the last start
             threading.Thread(target=Sender(self.webhooks).run, daemon=True).start()
 
     def send(self, connection: sqlite3.Connection, kind: str, data: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class ProviderWebhooks:
         return found
 
     def _repeat(self, event: str) -> int:
-        """Deliver the event once more, whether it was acknowledged or not; return the status, 0 if there is no answer."""
+        """Deliver the event again even if it was acknowledged.  Return the status, or 0 if there is no answer."""
         body = json.dumps(self.events[event]).encode()
         headers = {"content-type": "application/json", **self.signing.sign(body, id=event)}
         status, answer = 0, ""

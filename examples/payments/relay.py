@@ -18,7 +18,7 @@ from .observability import log_to_stderr
 from .settings import Settings
 
 SOURCE = "payments"
-LEASE = "1s"  # short, so that the demo is short: a message of a killed relay is sent again after it
+LEASE = "1s"  # short, because the demo waits for it: only then is a killed relay's message sent again
 
 
 class PausingBroker:

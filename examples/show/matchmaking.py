@@ -13,7 +13,7 @@ from examples.matchmaking.processes import Matchmaking, WebhookReceiver, new_key
 from .stories import until
 
 DATE = "2026-02-19"
-USERS = 6  # of the scheduler's story
+USERS = 6  # the number of users in the scheduler's story
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def double_swipe(service: Matchmaking, _: WebhookReceiver, name: str) -> Matchma
     key = new_key()
     path = f"/matches/offers/{offers[ann]}/action"
     answers = [service.post(path, {"action": "accept"}, ann, key) for _ in range(2)]
-    other = service.post(path, {"action": "accept"}, ann)  # a new key: the state answers
+    other = service.post(path, {"action": "accept"}, ann)  # under a new key, the answer comes from the offer's state
     refused = service.post(path, {"action": "pass"}, ann)
     right = answers[0].content == answers[1].content == other.content and refused.status_code == 409
     right = right and answers[1].headers["idempotency-status"] == "replayed"

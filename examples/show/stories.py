@@ -40,7 +40,7 @@ class Story:
     title: str
     effect: str  # the effect that is counted, in the singular
     play: Callable[[PaymentSystem, str], Ending]
-    left_out: Callable[[], str] = str  # why it cannot be played here; empty if it can
+    left_out: Callable[[], str] = str  # returns the reason if the story cannot be played here, else an empty text
 
 
 class Played(NamedTuple):
@@ -147,7 +147,7 @@ def duplicate_webhook(system: PaymentSystem, name: str) -> Ending:
     charge = system.captured(name)
     made = ids([refund(system, charge, name)])
 
-    def booked() -> int:  # of this refund only: an event of an earlier story may still arrive
+    def booked() -> int:  # counts this refund only, because an event of an earlier story may still arrive
         return sum(entry["reference"] == made[0] for entry in system.entries("settlement"))
 
     until(lambda: booked() > 0)
@@ -160,7 +160,7 @@ def duplicate_webhook(system: PaymentSystem, name: str) -> Ending:
 
 
 def killed_relay(system: PaymentSystem, name: str) -> Ending:
-    """The relay dies between the broker's confirmation of the message and the note that it was sent."""
+    """Kill the relay between the broker's confirmation of the message and the note that it was sent."""
     messages = system.messages
     messages.start()
     made = ids([refund(system, system.captured(name), name)])
@@ -174,7 +174,7 @@ def killed_relay(system: PaymentSystem, name: str) -> Ending:
 
     messages.relay.pause = 60.0
     messages.relay.start()
-    until(lambda: entries() > 0)  # so the broker has stored the message, and the outbox has it still
+    until(lambda: entries() > 0)  # now the broker has stored the message, and the outbox still has it
     messages.relay.crash()
     messages.relay.pause = 0.0
     messages.relay.start()
@@ -185,7 +185,7 @@ def killed_relay(system: PaymentSystem, name: str) -> Ending:
 
 
 def without_broker() -> str:
-    """Return why there is no broker in this environment; empty if there is one."""
+    """Return the reason why this environment has no broker, or an empty text if it has one."""
     missing = Nats.missing()
     return f"it needs a message broker: pip install {missing}" if missing else ""
 

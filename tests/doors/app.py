@@ -1,24 +1,24 @@
-"""The small app that every door serves for the `DoorContract`: it does no I/O, so that any framework can render it.
+"""The small app that every middleware serves for the `DoorContract`: it does no I/O, so any framework can send its replies.
 
 A path is `/{rule}/{act}`.  The first part chooses the rule (see `door_rules`), the second what the app does:
 
 | act | the reply |
 |---|---|
-| `create` | 201 with a body that says which run it was and which key it had, `Location` and `ETag` |
+| `create` | 201 with the number of the run and its key in the body, `Location` and `ETag` |
 | `slow` | the same, once the gate is open |
 | `status` | `?status=500,201`: the first run gets the first status, and so on; the last one stays |
-| `raise`, `refuse` | an exception on the first run, then as `create`; of our own kind, where it refuses |
+| `raise`, `refuse` | an exception on the first run, then as `create`; `refuse` raises an OncemoreError |
 | `time-out`, `doubt` | a NoAnswer, or an UnknownOutcome, on every run |
-| `echo` | what arrived: method, path, query, headers, body |
-| `headers` | two `Link` headers, and all that belongs to one client or one moment: cookie, date, challenge, rate limits |
+| `echo` | the request: method, path, query, headers, body |
+| `headers` | two `Link` headers, and headers of one client or one moment: cookie, date, challenge, rate limits |
 | `binary`, `empty`, `nothing`, `redirect` | all 256 bytes; 200 without a body; 204; 303 with a `Location` |
 | `pieces` | three chunks with a Content-Length |
 | `stream` | a chunk, another when the gate is open, and no Content-Length; with `?status=502`, an error page in pieces |
-| `big` | `?size=2000`: so many bytes |
-| `thing` | a resource: GET tells its ETag, every other method changes it |
+| `big` | a body of `?size=2000` bytes |
+| `thing` | a resource: GET sends its ETag, every other method changes it |
 | anything else | as `create` |
 
-Every request says `?case=...`: the name under which its runs are counted and its gate is kept.  `GET /count?case=...`,
+Every request has `?case=...`: the name under which its runs are counted and its gate is kept.  `GET /count?case=...`,
 `GET /open?case=...` and `GET /waiting?case=...` are for the tests.  All of it must be served by one process with at least
 sixteen threads or tasks:
 
@@ -57,7 +57,7 @@ Headers = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What the app answers: *body* at once, or, where it is *streamed*, chunk by chunk from `chunks` or `achunks`.
+    """A reply of the app: *body* as a whole, or if it is *streamed*, chunk by chunk from `chunks` or `achunks`.
 
     Render *headers* as they are, and add no Content-Length to what is streamed: where there is one, it is among them.
     """
@@ -86,7 +86,7 @@ class Reply:
 
 
 class Gate:
-    """Holds back whoever comes, until it is opened."""
+    """Blocks all callers until it is opened."""
 
     def __init__(self) -> None:
         self.open = False
@@ -102,7 +102,7 @@ class Gate:
 
 @dataclass
 class Case:
-    """What the app remembers of one test."""
+    """The state of the app for one test."""
 
     runs: int = 0
     version: int = 0
@@ -110,7 +110,7 @@ class Case:
 
 
 class ContractApp:
-    """The app, with the guard and the contract that its door is to be given.  *store* is a URL or a store."""
+    """The app, with the guard and the contract for its middleware.  *store* is a URL or a store."""
 
     def __init__(self, store: str | Store) -> None:
         self.guard = Guard(FaultyStore.around(connect(store) if isinstance(store, str) else store), observers=[self])
@@ -120,12 +120,12 @@ class ContractApp:
         self._waiting: Counter[str] = Counter()
 
     def __call__(self, event: Event) -> None:
-        """Counts those who have begun to wait for a running operation, by its key."""
+        """Count the requests that have begun to wait for a running operation, by its key."""
         if event.kind == "waiting":
             self._waiting[event.operation.key] += 1
 
     def perform(self, method: str, path: str, query: str, headers: Headers, body: bytes) -> Plan[Reply]:
-        """The reply to a request."""
+        """Return the reply to a request."""
         asked = {name: values[0] for name, values in parse_qs(query).items()}
         case = self._case(asked.get("case", ""))
         told = self._told(path, case, asked)
@@ -156,7 +156,7 @@ class ContractApp:
             return self._cases[name]
 
     def _told(self, path: str, case: Case, asked: dict[str, str]) -> object | None:
-        """What a test asks the app itself."""
+        """Return the reply to a question of a test."""
         if path == "/open":
             case.gate.open = True
             return True
@@ -177,7 +177,7 @@ def echoed(method: str, path: str, query: str, headers: Headers, body: bytes) ->
 
 
 def reply(act: str, number: int, case: Case, asked: dict[str, str]) -> Reply:
-    """The reply of the acts that need nothing but their number."""
+    """Return the reply of an act that needs only the number of its run."""
     match act:
         case "headers":
             return Reply(201, [JSON, *HEADERS], b"{}")

@@ -84,7 +84,7 @@ def redirect(request: HttpRequest, number: int) -> HttpResponse:
 
 
 def rendered(request: HttpRequest, number: int) -> HttpResponse:
-    """With headers as a template makes them: marked as safe."""
+    """Has headers that are marked as safe, as a template makes them."""
     return HttpResponse("done", status=201, headers={"Location": mark_safe(f"/orders/{number}")})
 
 
@@ -307,7 +307,7 @@ def log_in(request: HttpRequest) -> HttpResponse:
 
 
 def form(request: HttpRequest) -> HttpResponse:
-    """Not exempt from the check of its CSRF token."""
+    """Requires a CSRF token."""
     return HttpResponse(str(count(request)))
 
 

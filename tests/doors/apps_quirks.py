@@ -1,4 +1,4 @@
-"""A WSGI app that answers in every way that PEP 3333 allows, and in some that it does not; for the WSGI door's tests.
+"""A WSGI app that answers in all ways that PEP 3333 allows, and in some that it forbids, for the WSGI middleware's tests.
 
 A path is `/{rule}/{act}`; `?case=` names the runs of a test, and `GET /told?case=` tells what happened in it.
 """
@@ -26,7 +26,7 @@ told: list[tuple[str, str]] = []
 
 
 def tell(case: str, what: str) -> None:
-    """Say that something happened; in a file, where there is more than one process."""
+    """Note that something happened, in a file if there are several processes."""
     told.append((case, what))
     if log := os.environ.get("LOG"):
         with open(log, "a") as file:
@@ -34,7 +34,7 @@ def tell(case: str, what: str) -> None:
 
 
 class Closing:
-    """An iterable that says when it is closed."""
+    """An iterable that notes when it is closed."""
 
     def __init__(self, case: str, chunks: Iterable[bytes], *, badly: bool = False) -> None:
         self.case = case
@@ -131,7 +131,7 @@ def writes_more(case: str, environ: Environ, start_response: Any) -> Iterable[by
 
 
 def fails(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
-    """Fails after start_response, and says so by another."""
+    """Fails after start_response, and calls start_response again."""
     write = text(start_response)
     write(b"half of ")
     try:
@@ -196,13 +196,13 @@ def empty(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
 
 
 def nothing(case: str, environ: Environ, start_response: Any) -> Iterator[bytes]:
-    """A generator, but of a response that has no body."""
+    """A generator for a response without a body."""
     start_response("204 No Content", [])
     yield b""
 
 
 def silent(case: str, environ: Environ, start_response: Any) -> Iterator[bytes]:
-    """A generator that has nothing to say."""
+    """A generator that yields nothing."""
     text(start_response)
     yield from ()
 
@@ -218,14 +218,14 @@ def file(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
 
 
 def reads(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
-    """Reads without a limit, which on a development server hangs unless the door has put the body there."""
+    """Reads without a limit, which hangs on a development server unless the middleware has put the body back."""
     body = environ["wsgi.input"].read()
     text(start_response)
     return [b"%d of %b" % (len(body), environ["CONTENT_LENGTH"].encode())]
 
 
 def moves(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
-    """Wants a slash at the end of its path, as routes of many frameworks do."""
+    """Redirects to the path with a slash at its end, as routes of many frameworks do."""
     if environ["PATH_INFO"].endswith("/"):
         text(start_response)
         return [b"done"]

@@ -1,4 +1,4 @@
-"""What every door does with responses of every shape, with streams, and with clients that leave: part C of the cases."""
+"""Tests of every middleware with responses of all shapes, streams, and clients that leave: part C of the cases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BodyCases:
             assert second.header("content-length") == (None if status == 204 else str(len(first.body)))
             assert second.lines("content-type") == first.lines("content-type")
 
-    def test_each_header_is_replayed_or_not_by_whose_it_is(self, caller: Caller) -> None:
+    def test_headers_of_one_connection_or_client_are_not_replayed(self, caller: Caller) -> None:
         first, second = (asked(caller, "/default/headers") for _ in range(2))
         for name in {name for name, _ in KEPT}:
             expected = [value for found, value in KEPT if found == name]
@@ -66,7 +66,7 @@ class BodyCases:
         assert caller.runs == 1
 
     def test_stream_is_settled_before_its_first_byte(self, caller: Caller) -> None:
-        """A duplicate that comes in the middle of it runs nothing."""
+        """A duplicate that comes in the middle of the stream runs nothing."""
         with caller.connection() as connection:
             connection.send(request(caller, "/default/stream"))
             connection.start()
@@ -81,14 +81,14 @@ class BodyCases:
         assert (first.content, said(first), said(second)) == (b"firstsecond", "stored", "replayed")
         assert (second.content, caller.runs) == (first.content, 1)
 
-    def test_a_stream_can_be_left_to_run_again(self, caller: Caller) -> None:
+    def test_released_stream_runs_again(self, caller: Caller) -> None:
         caller.open()
         first, second = (caller.ask("/released/stream") for _ in range(2))
         assert (first.content, second.content) == (b"firstsecond", b"firstsecond")
         assert (said(first), said(second), caller.runs) == ("unstored", "unstored", 2)
         assert first.headers["idempotency-reason"] == "streaming"
 
-    def test_a_stream_that_was_asked_for_by_get_is_untouched(self, caller: Caller) -> None:
+    def test_stream_of_a_get_is_untouched(self, caller: Caller) -> None:
         with caller.connection() as connection:
             connection.send(
                 head("GET", caller.target("/default/stream"), caller.fields(("Idempotency-Key", caller.key)))

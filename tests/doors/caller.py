@@ -1,4 +1,4 @@
-"""Whoever asks in a test of a door: one caller with a case, a key and credentials that no other test uses."""
+"""The caller in a middleware's test: it has a case, a key and credentials that no other test uses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Caller:
         self._client.close()
 
     def renew(self) -> Self:
-        """Take a case, a key and credentials that nothing has used."""
+        """Take a new case, key and credentials."""
         self.case = self.key = uuid.uuid4().hex
         self.authorization = f"Bearer {uuid.uuid4().hex}"
         return self
@@ -55,7 +55,7 @@ class Caller:
         content: bytes | None = None,
         **query: Any,
     ) -> httpx.Response:
-        """Send *payload* as JSON, or *content* as it is, under this caller's key, or *key*, or none (None)."""
+        """Send *payload* as JSON, or *content* as it is, under this caller's key, or *key*, or without a key (None)."""
         fields = {"Authorization": self.authorization, "Content-Type": "application/json"}
         if key is not None:
             fields["Idempotency-Key"] = key or self.key
@@ -65,11 +65,11 @@ class Caller:
         )
 
     def later(self, *args: Any, **options: Any) -> Future[httpx.Response]:
-        """As `ask`, in another thread."""
+        """Do the same as `ask`, in another thread."""
         return self._pool.submit(self.ask, *args, **options)
 
     def running(self, path: str, **options: Any) -> Future[httpx.Response]:
-        """As `later`, once the app has begun to perform it."""
+        """Do the same as `later`, and return when the app has begun to perform it."""
         begun = self.runs
         answer = self.later(path, **options)
         self.until(lambda: self.runs > begun)
@@ -101,16 +101,16 @@ class Caller:
 
     @property
     def runs(self) -> int:
-        """How often the app was called: `h` in the cases."""
+        """Return how often the app was called: `h` in the cases."""
         return int(self._tell("/count"))
 
     @property
     def waiting(self) -> int:
-        """How many requests under the case's own key have begun to wait for a running one."""
+        """Return how many requests under the case's own key have begun to wait for a running one."""
         return int(self._tell("/waiting"))
 
     def open(self) -> None:
-        """Open the gate, for all who wait there and all who will come."""
+        """Open the gate, for present and future callers."""
         self._tell("/open")
 
     def _tell(self, path: str) -> Any:
@@ -125,7 +125,7 @@ class Caller:
 
 
 def said(response: httpx.Response) -> str | None:
-    """What the response says of itself: stored, replayed or unstored."""
+    """Return the response's own status: stored, replayed or unstored."""
     how: str | None = response.headers.get("idempotency-status")
     return how
 

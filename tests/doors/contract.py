@@ -1,4 +1,4 @@
-"""What every HTTP door must do, as tests: subclass DoorContract, serve the contract's app, and pytest does the rest.
+"""Tests that every HTTP middleware must pass: subclass DoorContract, and serve the contract's app.
 
 class TestMyDoor(DoorContract):
     @pytest.fixture(scope="class")
@@ -8,8 +8,8 @@ class TestMyDoor(DoorContract):
         with serve(IdempotencyMiddleware(rendered(app), guard=app.guard, contract=app.contract)) as port:
             yield f"http://127.0.0.1:{port}"
 
-The server must be a real one: the tests speak to it through sockets only, and some of them leave in mid-sentence.  See
-`app` for the app, and for what its server must be able to do.
+The server must be a real one: the tests use sockets only, and some of them close their connection in mid-request.  See
+`app` for the app, and for the requirements on its server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FULL = os.environ.get("ONCEMORE_FULL", "") not in ("", "0")  # `make test FULL=1
 
 
 class Served:
-    """The fixtures of all cases: a caller of the app that `url` serves."""
+    """The fixtures of all cases: a caller of the app at `url`."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -64,7 +64,7 @@ class Served:
 
 
 class DoorContract(Served, KeyCases, RequestCases, LifecycleCases, BodyCases, FaultCases):
-    """All cases.  One pair of server and framework for each way into our code runs them."""
+    """All cases.  One pair of server and framework for each middleware runs them."""
 
 
 class ServerCases(Served, HeaderLineCases, BodyCases):

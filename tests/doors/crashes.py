@@ -1,4 +1,4 @@
-"""What every door does when its process is killed or frozen: cases 24 to 26, as tests.
+"""Tests of every middleware whose process is killed or frozen: cases 24 to 26.
 
 Give a fixture `server` that serves the contract's app from a process of its own, on a ledger that outlives it, and a
 fixture `second` that serves it on the same ledger.  They are marked `chaos`.
@@ -43,7 +43,7 @@ class CrashCases:
         time.sleep(LEASE)
 
     def test_a_kill_in_mid_operation_leaves_the_outcome_unknown(self, server: Server, caller: Caller) -> None:
-        """Nobody can know whether the effect happened, so nothing runs until someone decides."""
+        """Nobody can know whether the effect happened, so nothing runs until the operation is resolved."""
         self.killed_in_mid_handler(server, caller, "/crash-hold/slow")
         for _ in range(2):
             assert refused(caller.ask("/crash-hold/slow"), 409, UNKNOWN)["retryable"] is False
@@ -55,13 +55,13 @@ class CrashCases:
         assert (first.json()["attempt"], said(first), said(second)) == (2, "stored", "replayed")
         assert caller.runs == 1
 
-    def test_a_resolver_decides_what_became_of_a_killed_operation(self, server: Server, caller: Caller) -> None:
+    def test_resolver_decides_the_outcome_of_a_killed_operation(self, server: Server, caller: Caller) -> None:
         self.killed_in_mid_handler(server, caller, "/crash-resolve/slow")
         answer = caller.ask("/crash-resolve/slow")
         assert (answer.status_code, answer.text, said(answer)) == (201, "it had happened", "replayed")
         assert caller.runs == 0
 
-    def test_before_the_lease_is_over_a_kill_looks_like_work(self, server: Server, caller: Caller) -> None:
+    def test_killed_operation_is_in_progress_until_its_lease_ends(self, server: Server, caller: Caller) -> None:
         cut_off = caller.running("/default/slow")
         server.crash()
         with contextlib.suppress(httpx.TransportError):
@@ -77,10 +77,8 @@ class CrashCases:
         second = caller.ask()
         assert (second.content, said(second), caller.runs) == (first.content, "replayed", 0)
 
-    def test_a_frozen_owner_is_overtaken_and_gets_the_others_outcome(
-        self, server: Server, second: Server, caller: Caller
-    ) -> None:
-        """The late owner's settle is refused, and its client is told what counts."""
+    def test_frozen_owner_gets_its_successors_outcome(self, server: Server, second: Server, caller: Caller) -> None:
+        """The late owner's settle is refused, and its client gets the successor's outcome."""
         frozen = caller.running("/crash-retry/slow")
         os.kill(server.pid, signal.SIGSTOP)
         try:

@@ -1,4 +1,4 @@
-"""What every door does when the ledger, the lease or the app's own time fails: part C of the cases, as tests."""
+"""Tests of every middleware when the ledger is down or the lease ends: part C of the cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FaultCases:
     """Part C of the cases: leases, and a store that is down."""
 
     def test_a_handler_may_take_longer_than_its_lease(self, caller: Caller) -> None:
-        """The lease is renewed for as long as the app works."""
+        """The lease is renewed while the app works."""
         first = caller.running("/short-lease/slow")
         time.sleep(1.0)
         second = caller.later("/short-lease/slow")
@@ -36,7 +36,7 @@ class FaultCases:
         assert caller.runs == 0
 
     def test_a_rule_may_run_without_a_ledger(self, caller: Caller) -> None:
-        """Said in the contract, and logged each time."""
+        """The contract allows it, and each time is logged."""
         assert [caller.ask("/down-run/create").status_code for _ in range(2)] == [201, 201]
         assert caller.runs == 2
 

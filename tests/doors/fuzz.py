@@ -1,4 +1,4 @@
-"""Makes HTTP requests that are right, nearly right and thoroughly wrong, byte by byte, from a seed."""
+"""Makes valid, nearly valid and invalid HTTP requests from a seed, byte by byte."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ ODD_FRAMES = [
 
 
 class Request:
-    """Bytes to send, whose they are, and whether the server will answer and keep the connection open."""
+    """Bytes to send, their caller, and whether the server will answer and keep the connection open."""
 
     def __init__(self, data: bytes, principal: str, *, cut: bool = False, odd: bool = False) -> None:
         self.data = data
@@ -109,7 +109,7 @@ class Request:
 
 
 def requests(seed: int, count: int) -> list[Request]:
-    """*count* requests, the same for the same seed."""
+    """Yield *count* requests, the same for the same seed."""
     source = random.Random(seed)
     return [request(source) for _ in range(count)]
 
@@ -174,7 +174,7 @@ def body(source: random.Random) -> bytes:
 
 
 def pieces(source: random.Random, content: bytes) -> list[bytes]:
-    """The content, cut at random; a chunk of none would end it."""
+    """Return the content, cut at random into chunks that are not empty: an empty chunk would end the body."""
     cuts = sorted(source.randrange(len(content) + 1) for _ in range(source.randrange(4)))
     parts = [content[start:end] for start, end in zip([0, *cuts], [*cuts, len(content)], strict=True)]
     return [part for part in parts if part]

@@ -1,4 +1,4 @@
-"""What every door does with keys: part A of the cases, as tests."""
+"""Tests of every middleware with keys: part A of the cases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_UUIDS = {
 
 
 def status_of(caller: Caller, *keys: str | bytes, path: str = "/default/create") -> int:
-    """The status of a request with these lines of the key's header; 400 also where the server itself hangs up."""
+    """Return the status of a request with these lines of the key's header, or 400 if the server closes the connection."""
     fields = caller.fields(*(("Idempotency-Key", key) for key in keys), ("Content-Length", "2"))
     with caller.connection() as connection:
         connection.send(head("POST", caller.target(path), fields) + b"{}")
@@ -41,7 +41,7 @@ def status_of(caller: Caller, *keys: str | bytes, path: str = "/default/create")
 
 
 class HeaderLineCases:
-    """Header lines that some servers refuse or join by themselves, before the middleware sees them."""
+    """Header lines that some servers refuse or join before the middleware sees them."""
 
     def test_key_with_line_break_or_zero_never_runs(self, caller: Caller) -> None:
         for key in (b"a\nb", b"a\x00b", b"a\rb"):
@@ -83,7 +83,7 @@ class KeyCases(HeaderLineCases):
         assert said(caller.ask(key='"8e03"')) == "replayed"
         assert caller.runs == 1
 
-    def test_a_strict_rule_wants_the_quotes(self, caller: Caller) -> None:
+    def test_strict_rule_requires_quotes(self, caller: Caller) -> None:
         refused(caller.ask("/strict/create", key="8e03"), 400, INVALID)
         assert caller.runs == 0
         assert caller.ask("/strict/create", key='"8e03"').json()["key"] == "8e03"
@@ -104,7 +104,7 @@ class KeyCases(HeaderLineCases):
         assert "Idempotency-Key" in problem["detail"]
         assert caller.runs == 0
 
-    def test_an_optional_key_that_is_missing_leaves_the_request_alone(self, caller: Caller) -> None:
+    def test_request_without_its_optional_key_is_untouched(self, caller: Caller) -> None:
         first, second = caller.ask(key=None), caller.ask(key=None)
         assert (said(first), said(second), caller.runs) == (None, None, 2)
         assert first.json()["key"] is None
@@ -118,7 +118,7 @@ class KeyCases(HeaderLineCases):
                 assert said(answer) is None
             assert caller.runs == 2 or method == "OPTIONS"  # which some frameworks answer themselves
 
-    def test_a_header_of_another_name_replaces_the_usual_one(self, caller: Caller) -> None:
+    def test_key_header_of_another_name_replaces_the_default(self, caller: Caller) -> None:
         refused(caller.ask("/custom/create"), 400, MISSING)
         named = {"X-Request-Id": uuid.uuid4().hex}
         caller.ask("/custom/create", headers=named, key="one")
@@ -142,6 +142,6 @@ class KeyCases(HeaderLineCases):
         assert (said(answer), caller.runs) == ("replayed", 1)
         refused(caller.ask("/template/create", payload={}), 400, INVALID)
 
-    def test_what_the_contract_calls_not_idempotent_is_left_alone(self, caller: Caller) -> None:
+    def test_request_that_is_not_idempotent_is_untouched(self, caller: Caller) -> None:
         answers = [caller.ask("/unguarded/create") for _ in range(2)]
         assert ([said(answer) for answer in answers], caller.runs) == ([None, None], 2)

@@ -1,4 +1,4 @@
-"""Events as AWS sends them, with every field that its documentation lists; a test gives what matters to it."""
+"""Events as AWS sends them, with every documented field; a test sets the fields that it needs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def load_balancer_multi(*args: Any, **options: Any) -> Event:
 
 
 def named(headers: dict[str, Any]) -> dict[str, Any]:
-    """`idempotency_key="k"` as `Idempotency-Key: k`, with what every request has."""
+    """Return the headers of every request, and *given* ones: `idempotency_key="k"` becomes `Idempotency-Key: k`."""
     given = {name.replace("_", "-").title(): value for name, value in headers.items()}
     return {"Content-Type": "application/json", "Authorization": "Bearer alice", **given}
 
@@ -188,7 +188,7 @@ def batch(*messages: Event) -> Event:
 
 
 class Context:
-    """What a function is told of its own invocation; *left* is in seconds, and may be changed on the way."""
+    """The context of an invocation; *left* is in seconds, and may be changed meanwhile."""
 
     function_name = "orders"
 

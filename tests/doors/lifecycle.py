@@ -1,4 +1,4 @@
-"""What every door does with repeats, from the first request to the last replay: part C of the cases, as tests."""
+"""Tests of every middleware with repeats, from the first request to the last replay: part C of the cases."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ USUAL_WAIT = Policy().wait  # in seconds: what is refused sooner has not waited 
 
 
 def uuid7(age: float) -> str:
-    """A version 7 UUID that says it is *age* seconds old."""
+    """Return a version 7 UUID whose time is *age* seconds ago."""
     stamp = int((time.time() - age) * 1000)
     tail = uuid.uuid4().hex
     return str(uuid.UUID(f"{stamp:012x}7{tail[:3]}8{tail[3:18]}"))
 
 
 class LifecycleCases:
-    """Part C of the cases: repeats in turn and at once, what is kept and for how long."""
+    """Part C of the cases: repeats one after the other and concurrently, kept outcomes and their retention."""
 
-    def test_twice_is_once(self, caller: Caller) -> None:
+    def test_repeated_request_is_replayed(self, caller: Caller) -> None:
         first, second = caller.ask(), caller.ask()
         assert (said(first), said(second), caller.runs) == ("stored", "replayed", 1)
         assert (first.status_code, first.content) == (second.status_code, second.content) == (201, first.content)
         kept = ("content-type", "location", "etag")
         assert [second.headers[name] for name in kept] == [first.headers[name] for name in kept]
 
-    def test_the_responses_say_until_when_the_outcome_is_kept(self, caller: Caller) -> None:
+    def test_responses_have_the_time_of_expiry(self, caller: Caller) -> None:
         for answer in (caller.ask(), caller.ask()):
             expires = parsedate_to_datetime(answer.headers["idempotency-expires"]).timestamp()
             assert 86000 < expires - time.time() < 86500
@@ -48,7 +48,7 @@ class LifecycleCases:
         assert {(result.status_code, result.content) for result in results} == {(201, results[0].content)}
         assert sorted(str(said(result)) for result in results) == ["replayed"] * 9 + ["stored"]
 
-    def test_where_the_rule_says_conflict_nobody_waits(self, caller: Caller) -> None:
+    def test_duplicate_conflicts_without_waiting_if_the_rule_says_so(self, caller: Caller) -> None:
         first = caller.running("/conflict/slow")
         for answer in [caller.ask("/conflict/slow") for _ in range(9)]:
             assert refused(answer, 409, IN_PROGRESS)["retryable"] is True
@@ -119,7 +119,7 @@ class LifecycleCases:
         for timeout in ("soon", "-1", "", "1e9", "nan"):
             assert caller.renew().ask(headers={"X-Request-Timeout": timeout}).status_code == 201, timeout
 
-    def test_a_waiter_whose_owner_fails_runs_it_itself(self, caller: Caller) -> None:
+    def test_waiting_duplicate_runs_if_the_first_fails(self, caller: Caller) -> None:
         first = caller.running("/default/slow", status="503,201")
         second = caller.later("/default/slow", status="503,201")
         caller.until(lambda: caller.waiting == 1)
@@ -164,7 +164,7 @@ class LifecycleCases:
         assert caller.runs == 1
 
     def test_error_page_in_doubt_is_not_repeated(self, caller: Caller) -> None:
-        """For frameworks that turn every exception into a page, and tell nobody of it."""
+        """For frameworks that turn every exception into a page, and do not report it."""
         first, second = caller.ask("/doubtful-page/doubt"), caller.ask("/doubtful-page/doubt")
         assert first.status_code == 500
         refused(second, 409, "CONFLICT.idempotency.outcome_unknown")
@@ -229,7 +229,7 @@ class LifecycleCases:
         )
         assert caller.runs == 1
 
-    def test_what_is_unique_happens_once_whatever_the_key(self, caller: Caller) -> None:
+    def test_unique_by_runs_once_under_any_key(self, caller: Caller) -> None:
         order = {**PAYLOAD, "order": caller.case}
         first, second = (caller.ask("/unique/create", key=key, payload=order) for key in ("one", "two"))
         assert (first.content, caller.runs) == (second.content, 1)
@@ -237,7 +237,7 @@ class LifecycleCases:
         refused(stranger, 409, "CONFLICT.idempotency.duplicate")
         assert caller.runs == 1
 
-    def test_the_same_request_under_a_new_key_can_be_suspicious(self, caller: Caller) -> None:
+    def test_suspect_recognises_the_same_request_under_a_new_key(self, caller: Caller) -> None:
         caller.ask("/suspicious/create", key="one")
         refused(caller.ask("/suspicious/create", key="two"), 409, "CONFLICT.idempotency.suspected_duplicate")
         assert caller.runs == 1

@@ -14,7 +14,7 @@ import uvicorn
 
 @contextmanager
 def live(app: Any, **options: Any) -> Iterator[httpx.Client]:
-    """A client of the app, for as long as it is served."""
+    """Serve the app, and yield a client of it."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", **options))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

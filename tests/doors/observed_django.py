@@ -1,4 +1,4 @@
-"""An ASGI project of Django's in shadow mode: tells what its views got of bodies and of a client that leaves."""
+"""A Django project under ASGI in shadow mode: prints the bodies that its views got, and whether a client had left."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def configure() -> None:
 
 
 async def ask(app: Any, path: str, body: bytes, version: str = "2") -> None:
-    """A request over HTTP/2, or HTTP/1.1, which names no length; the client leaves once a slow view has begun."""
+    """Send a request over HTTP/2 or HTTP/1.1 without a length; the client leaves when a slow view has begun."""
     headers = [(b"host", b"shop"), (b"idempotency-key", path.encode()), (b"authorization", b"alice")]
     scope = {"type": "http", "http_version": version, "method": "POST", "path": path, "query_string": b""}
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body}]

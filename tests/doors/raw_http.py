@@ -1,4 +1,4 @@
-"""An HTTP client with no manners: it sends exactly the bytes it is given, and can leave in mid-sentence."""
+"""A raw HTTP client: it sends exactly the given bytes, and can close the connection in the middle of a request."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class RawConnection:
         self.close()
 
     def close(self) -> None:
-        """Leave politely."""
+        """Close the connection in order."""
         self._input.close()
         self._socket.close()
 
     def reset(self) -> None:
-        """Leave at once, so that the server's next write fails."""
+        """Reset the connection, so that the server's next write fails."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self.close()
 
     def send(self, data: bytes) -> None:
-        """These bytes, as they are."""
+        """Send these bytes unchanged."""
         self._socket.sendall(data)
 
     def request(self, method: str, target: str, headers: Fields = (), body: bytes = b"") -> RawResponse:
@@ -71,7 +71,7 @@ class RawConnection:
         return RawResponse(response.status, response.headers, self._body(method, response))
 
     def start(self) -> RawResponse:
-        """The next response's status and headers, as soon as they are there."""
+        """Return the next response's status and headers as soon as they have arrived."""
         line = self._input.readline()
         if not line:
             raise ConnectionResetError("The server closed the connection without a response")
@@ -82,7 +82,7 @@ class RawConnection:
         return RawResponse(int(line.split()[1]), headers)
 
     def chunk(self) -> bytes:
-        """The next chunk of a chunked body, as soon as it is there; nothing at the end."""
+        """Return the next chunk of a chunked body as soon as it has arrived; at the end, an empty one."""
         size = int(self._input.readline().split(b";")[0], 16)
         data = self._input.read(size)
         self._input.readline()
@@ -98,7 +98,7 @@ class RawConnection:
 
 
 def head(method: str, target: str, headers: Fields) -> bytes:
-    """The first lines of a request, well-formed only where what it is made of is."""
+    """Return the first lines of a request; nothing checks that the parts are well-formed."""
     lines = [f"{method} {target} HTTP/1.1".encode("latin-1")]
     lines += [encoded(name) + b": " + encoded(value) for name, value in headers]
     return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -1,4 +1,4 @@
-"""A Django project whose one request fails between two steps, and is finished by the completer: tells what was done."""
+"""A Django project whose only request fails between two steps, and is finished by the completer: prints the effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every door takes for the same request, and for the same caller: part B of the cases, as tests."""
+"""Tests of how every middleware recognises the same request and the same caller: part B of the cases."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RequestCases:
         assert caller.ask(headers=other).content == theirs.content
         assert mine.content != theirs.content
 
-    def test_nothing_runs_for_a_caller_who_cannot_be_found_out(self, caller: Caller) -> None:
+    def test_nothing_runs_for_an_unknown_caller(self, caller: Caller) -> None:
         refused(caller.ask("/broken-owner/create"), 500, "INTERNAL.principal_failed")
         refused(caller.ask("/no-owner/create"), 401, "AUTH.principal_missing")
         assert caller.runs == 0
@@ -79,7 +79,7 @@ class RequestCases:
         refused(caller.ask("/one-route/create", method="PATCH"), 409, MISMATCH)
         assert caller.runs == 1
 
-    def test_the_query_counts(self, caller: Caller) -> None:
+    def test_query_is_part_of_the_fingerprint(self, caller: Caller) -> None:
         caller.ask(currency="EUR")
         refused(caller.ask(currency="USD"), 409, MISMATCH)
         assert caller.runs == 1
@@ -114,7 +114,7 @@ class RequestCases:
         caller.ask(headers=patch, content=b'{"a": 1, "b": 2}')
         assert said(caller.ask(headers=patch, content=b'{"b": 2, "a": 1.0}')) == "replayed"
 
-    def test_the_order_of_a_form_counts(self, caller: Caller) -> None:
+    def test_order_of_a_form_is_part_of_the_fingerprint(self, caller: Caller) -> None:
         form = {"Content-Type": FORM}
         caller.ask(headers=form, content=b"a=1&b=2")
         assert said(caller.ask(headers=form, content=b"a=%31&b=2")) == "replayed"
@@ -161,7 +161,7 @@ class RequestCases:
         assert caller.runs == 1
 
     def test_mismatch_is_found_after_a_failure(self, caller: Caller) -> None:
-        """The key still stands for the first request, and only that may be tried again."""
+        """The key still names the first request, and no other request may be tried under it."""
         for act in ("status", "raise", "refuse"):
             query: dict[str, Any] = {"status": "503,201"} if act == "status" else {}
             assert caller.renew().ask(f"/default/{act}", **query).status_code >= 500
@@ -169,7 +169,7 @@ class RequestCases:
             assert caller.runs == 1, act
             assert caller.ask(f"/default/{act}", **query).status_code == 201
 
-    def test_the_app_gets_the_request_as_it_was(self, caller: Caller) -> None:
+    def test_app_gets_the_request_unchanged(self, caller: Caller) -> None:
         body = json.dumps({"text": "ž" * 5000}).encode()
         echo = caller.ask("/default/echo", content=body, note="a b").json()
         assert (echo["method"], echo["path"], bytes.fromhex(echo["body"])) == ("POST", "/default/echo", body)

@@ -1,4 +1,4 @@
-"""The rules of the app that the `DoorContract` asks for: the first part of a path names the rule."""
+"""The rules of the `DoorContract`'s app: the first part of a path names the rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rule(first: str, **settings: Unpack[Settings]) -> Rule:
 
 
 class NoAnswer(Exception):
-    """A time-out of the app's own: servers take an OSError, such as TimeoutError, for the loss of their client."""
+    """A time-out of the app itself: servers treat an OSError, such as TimeoutError, as the loss of their client."""
 
 
 def broken(request: Any) -> str:

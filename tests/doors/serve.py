@@ -17,14 +17,14 @@ from tests.doors.apps import FRAMEWORKS
 
 
 def make() -> Any:
-    """The app; a server that makes processes of its own finds what it is to be in the environment."""
+    """Return the app.  Its settings are in the environment, because some servers start processes of their own."""
     if parent := os.environ.get("PARENT"):
         threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     return FRAMEWORKS[os.environ["FRAMEWORK"]](ContractApp(os.environ["STORE"]))
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent has been killed, and could not do it."""
+    """End this process when its parent was killed."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)

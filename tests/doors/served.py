@@ -113,7 +113,7 @@ class Process(Server):
 
 
 class RaisedProcess(ForkedServer, Process):
-    """One whose own start is not what the tests are about."""
+    """A process whose start is not tested."""
 
 
 def gunicorn(app: str, *arguments: str, **environment: str) -> Process:
@@ -157,7 +157,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def wsgiref(factory: str, **environment: str) -> Process:
-    """wsgiref in a process of its own, with a thread for each request, which serves what *factory* makes."""
+    """wsgiref in a process of its own, with a thread for each request, which serves the app that *factory* makes."""
     return RaisedProcess(__name__, factory, "{port}", **environment)
 
 

@@ -1,4 +1,4 @@
-"""The aiohttp.web middleware keeps the door contract, and what only aiohttp does works as well."""
+"""The aiohttp.web middleware: the door contract, and the features of aiohttp alone."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_aiohttp_unserved_rule_is_warned_of(client: httpx.Client, caplog: pytest
     ]
 
 
-def test_aiohttp_middleware_refuses_what_is_no_application() -> None:
+def test_aiohttp_middleware_refuses_another_object_as_app() -> None:
     with pytest.raises(ConfigurationError, match=r"give an aiohttp\.web\.Application"):
         IdempotencyMiddleware(object(), guard=Guard("memory://"))
 
@@ -127,7 +127,7 @@ def test_aiohttp_middleware_refuses_what_is_no_application() -> None:
 
 @contextmanager
 def shop_of(*handlers: Any, middlewares: Sequence[Any] = (), **rule: Unpack[Settings]) -> Iterator[httpx.Client]:
-    """A client of an app that serves each handler at its name."""
+    """Return a client of an app that serves each handler at its name."""
     app = web.Application(middlewares=middlewares)
     IdempotencyMiddleware(app, guard=Guard("memory://"), contract=Contract(Rule("POST /{name}", **rule)))
     for handler in handlers:
@@ -196,7 +196,7 @@ def test_aiohttp_stream_that_is_not_kept_holds_its_lease() -> None:
         assert client.post("/stream", headers=keyed("k")).text == "one two"
 
 
-def test_aiohttp_file_is_recorded_though_an_outer_middleware_gave_up(tmp_path: Path) -> None:
+def test_aiohttp_file_is_recorded_if_an_outer_middleware_gives_up(tmp_path: Path) -> None:
     runs: list[int] = []
     begun, gate = asyncio.Event(), asyncio.Event()
 
@@ -244,7 +244,7 @@ def test_aiohttp_guarded_app_in_a_guarded_app_performs_once(inner: Contract) -> 
     assert len(runs) == 1
 
 
-def test_aiohttp_error_page_of_an_outer_middleware_is_no_outcome() -> None:
+def test_aiohttp_error_page_of_an_outer_middleware_is_not_recorded() -> None:
     runs: list[int] = []
 
     async def pay(request: web.Request) -> web.Response:

@@ -33,8 +33,8 @@ class TestUvicornStarlette(DoorContract):
 class TestEveryOtherPair(OtherPairContract):  # type: ignore[misc, valid-type]
     """The cases in which servers and frameworks differ.
 
-    One case is left out, also with FULL=1: Litestar, Quart and Django answer an exception with a page, and do not tell an
-    outer middleware of it.
+    One case is left out, even with FULL=1: Litestar, Quart and Django answer an exception with a page, and do not pass it
+    to an outer middleware.
     """
 
     test_exception_in_doubt_is_not_repeated = None

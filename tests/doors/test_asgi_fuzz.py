@@ -1,4 +1,4 @@
-"""Ten thousand requests, most of them wrong, against an app that takes payments: no fault, no hang, nothing twice."""
+"""Ten thousand requests, most of them invalid, to an app that takes payments: no fault, no hang, no second effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTRACT = Contract(
 
 
 class Payments:
-    """Takes payments, and notes how often it performed each operation.  Its answers say whose they are."""
+    """Takes payments, and notes how often it performed each operation.  Its answers name their caller."""
 
     def __init__(self) -> None:
         self.performed: Counter[tuple[str, str]] = Counter()
@@ -110,7 +110,7 @@ async def answered(reader: asyncio.StreamReader, *, bodiless: bool) -> tuple[int
 
 
 class Client:
-    """Sends what is left to do, on a connection that it renews after each refusal."""
+    """Sends the remaining requests, on a connection that it renews after each refusal."""
 
     def __init__(self, port: int, todo: list[Request], statuses: Counter[int], leaks: list[bytes]) -> None:
         self.port = port
@@ -149,7 +149,7 @@ class Client:
 
 
 @pytest.mark.parametrize("seed", [20261115])
-async def test_no_request_whatsoever_breaks_it(seed: int) -> None:
+async def test_fuzzed_requests_cause_no_fault_and_no_second_effect(seed: int) -> None:
     app = Payments()
     todo = requests(seed, COUNT)
     statuses: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""The ASGI door and those who give up: clients that leave, timeouts outside and inside, owners that come too late."""
+"""The ASGI middleware with clients that leave, timeouts outside and inside it, and late owners."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_disconnect_before_the_body_ends_runs_nothing(guard: Guard) -> Non
 
 
 async def test_app_receives_disconnect_after_the_outcome_is_kept(guard: Guard) -> None:
-    """An app that gives up on a lost client would give up its outcome as well."""
+    """An app that stops for a lost client would lose its outcome as well."""
     heard: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -84,7 +84,7 @@ async def test_app_that_waits_for_disconnect_after_its_error_page_ends(guard: Gu
 
 @pytest.mark.parametrize("length", [True, False])
 async def test_starlette_stream_is_not_cut_by_early_disconnect(guard: Guard, length: bool) -> None:
-    """It listens for the client, and would stop before the first chunk."""
+    """Starlette listens for the client to leave, and would stop before the first chunk."""
     runs: list[int] = []
 
     async def chunks() -> Any:
@@ -158,9 +158,7 @@ async def test_outer_timeout_does_not_lose_the_outcome(guard: Guard, gives_up: A
     assert (again.status, again.said, app.runs) == (201, "replayed", 1)
 
 
-async def test_a_failure_that_nobody_waits_for_any_more_is_logged(
-    guard: Guard, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failure_of_an_abandoned_task_is_logged(guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Slow):
         async def work(self, receive: Any) -> None:
             await super().work(receive)
@@ -174,7 +172,7 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_logged(
 
 
 def within(app: Any) -> Any:
-    """A middleware inside the door that gives its app 50 ms, and answers 504 itself after that."""
+    """A middleware inside ours that gives its app 50 ms, and answers 504 itself after that."""
 
     async def timed(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -188,7 +186,7 @@ def within(app: Any) -> Any:
 
 
 async def test_inner_timeout_while_settling_does_not_lose_the_outcome() -> None:
-    """The app had answered; that its own clock ran out meanwhile does not undo the effect."""
+    """The app has answered, so its own timeout does not undo the effect."""
     app = Counted()
     guard = Guard(SlowSettling())
     door = IdempotencyMiddleware(within(app), guard=guard)
@@ -199,7 +197,7 @@ async def test_inner_timeout_while_settling_does_not_lose_the_outcome() -> None:
 
 
 async def test_inner_timeout_in_mid_response_replaces_the_response(guard: Guard) -> None:
-    """What was held back of the first one is no part of the second."""
+    """The part of the first response that was held back is not in the second response."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
@@ -210,8 +208,8 @@ async def test_inner_timeout_in_mid_response_replaces_the_response(guard: Guard)
     assert (wire.status, wire.body, await state(guard)) == (504, b"late", "released")
 
 
-async def test_inner_timeout_in_mid_stream_is_not_its_end(guard: Guard) -> None:
-    """The server refuses a second start, and so the client sees that the stream was cut."""
+async def test_inner_timeout_in_mid_stream_cuts_the_stream(guard: Guard) -> None:
+    """The server refuses a second start, so the client sees that the stream was cut."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -243,8 +241,8 @@ async def test_inner_timeout_before_the_response_is_a_failure(guard: Guard) -> N
 # Owners that come too late
 
 
-async def test_a_late_owner_answers_with_what_the_other_settled(guard: Guard) -> None:
-    """Whether it has it whole, or was about to stream it."""
+async def test_late_owner_answers_with_its_successors_outcome(guard: Guard) -> None:
+    """It does so with a complete response, and with one that it begins to stream."""
     other = Guard(guard.store, policy=Policy(on_unknown="retry"))
 
     class Overtaken(Counted):
@@ -262,7 +260,7 @@ async def test_a_late_owner_answers_with_what_the_other_settled(guard: Guard) ->
 
 
 async def test_late_owner_is_refused_while_its_successor_runs(guard: Guard) -> None:
-    """Its response reaches nobody, nor does anything that it says after that."""
+    """Neither its response nor any later message reaches the client."""
 
     class Overtaken(Counted):
         async def work(self, receive: Any) -> None:
@@ -286,7 +284,7 @@ def same_operation(record: Record) -> Operation:
 
 
 async def gives_up_and_answers(app: Any, wire: Wire) -> None:
-    """A middleware outside the door that gives it 20 ms, and answers 504 itself after that."""
+    """A middleware outside ours that gives it 20 ms, and answers 504 itself after that."""
     try:
         async with asyncio.timeout(0.02):
             await wire.through(app)
@@ -297,7 +295,7 @@ async def gives_up_and_answers(app: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("app", [Slow(), Slow(b"one", b"two", length=False)], ids=["whole", "stream"])
-async def test_after_an_outer_middleware_has_answered_the_door_says_nothing(guard: Guard, app: Slow) -> None:
+async def test_nothing_is_sent_after_an_outer_middleware_has_answered(guard: Guard, app: Slow) -> None:
     """Two responses to one request would be mixed up."""
     door = IdempotencyMiddleware(app, guard=guard)
     wire = Wire()
@@ -312,8 +310,8 @@ async def test_after_an_outer_middleware_has_answered_the_door_says_nothing(guar
 
 
 @pytest.mark.parametrize(("streams", "left"), [("refuse", "settled"), ("release", "released")])
-async def test_a_stream_that_is_given_up_ends(guard: Guard, streams: Any, left: str) -> None:
-    """Its outcome is known by then, so nothing is kept running for it."""
+async def test_abandoned_stream_ends(guard: Guard, streams: Any, left: str) -> None:
+    """Its outcome is recorded, so the app need not go on."""
     ended = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -334,8 +332,8 @@ async def test_a_stream_that_is_given_up_ends(guard: Guard, streams: Any, left: 
     assert (len(wire.sent), await state(guard)) == (sent, left)
 
 
-async def test_a_long_stream_is_not_taken_for_a_lost_lease() -> None:
-    """There is nothing to renew once the outcome is kept."""
+async def test_long_stream_does_not_lose_its_lease() -> None:
+    """The lease is not renewed after the outcome was settled."""
     events: list[str] = []
     guard = Guard("memory://", observers=[lambda event: events.append(event.kind)])
 
@@ -352,7 +350,7 @@ async def test_a_long_stream_is_not_taken_for_a_lost_lease() -> None:
 
 
 async def test_loop_shutdown_before_the_app_leaves_the_key_free(guard: Guard) -> None:
-    """The lease is there, but nothing has happened under it; to hold it would be to doubt for nothing."""
+    """Nothing has happened under the lease, so the outcome is not unknown."""
     app = Counted()
     door = IdempotencyMiddleware(app, guard=guard)
     task = asyncio.create_task(Wire().through(door))

@@ -1,4 +1,4 @@
-"""The ASGI door message by message: what passes untouched, what is held back, and who is told of what, when."""
+"""The ASGI middleware message by message: which messages pass untouched, and which are held back until when."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_background_task_runs_once_after_the_settle(guard: Guard) -> None:
 
 
 async def test_a_background_task_that_fails_does_not_undo_the_outcome(guard: Guard) -> None:
-    """The client has its answer, and so will the next."""
+    """The client has its answer, and its retry gets the same."""
 
     async def later() -> None:
         raise RuntimeError("too late")
@@ -109,7 +109,7 @@ async def test_a_background_task_that_fails_does_not_undo_the_outcome(guard: Gua
 
 
 async def test_nothing_is_sent_before_the_outcome_is_durable() -> None:
-    """DESIGN, rule 3."""
+    """The outcome is settled inside the app's own last `send`."""
     guard = Guard(SlowSettling())
     door = IdempotencyMiddleware(Counted(b"one ", b"two"), guard=guard)
     wire = Wire()
@@ -143,7 +143,7 @@ async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("app", [broken_before, broken_after_start, ends_in_the_middle, says_nothing])
 async def test_app_failing_before_whole_response_may_run_again(guard: Guard, app: Any) -> None:
-    """And the client gets none of it."""
+    """The client gets no part of the failed response."""
     wire = Wire()
     with pytest.raises(RuntimeError):
         await wire.through(IdempotencyMiddleware(app, guard=guard))
@@ -151,7 +151,7 @@ async def test_app_failing_before_whole_response_may_run_again(guard: Guard, app
 
 
 async def test_a_stream_that_breaks_off_is_not_run_again(guard: Guard) -> None:
-    """Part of it was heard."""
+    """The client has received a part of it."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -166,8 +166,8 @@ async def test_a_stream_that_breaks_off_is_not_run_again(guard: Guard) -> None:
     assert (await Wire().through(door)).status == 409
 
 
-async def test_repeated_stream_is_plain_200_with_repeats_ok(guard: Guard) -> None:
-    """Of what was not kept there was nothing to make a response of, not even a status."""
+async def test_repeated_stream_gets_plain_200_with_on_duplicate_ok(guard: Guard) -> None:
+    """A tombstone has no response to replay."""
     app = Counted(b"one", b"two", length=False)
     door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", on_duplicate="ok")))
     first, second = await Wire().through(door), await Wire().through(door)
@@ -175,7 +175,7 @@ async def test_repeated_stream_is_plain_200_with_repeats_ok(guard: Guard) -> Non
 
 
 async def test_unkept_stream_is_refused_under_another_key(guard: Guard) -> None:
-    """An empty 200 would pass for the response."""
+    """An empty 200 would look like the response."""
     app = Counted(b"one", b"two", length=False)
     door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", unique_by="{body.order}")))
     wires = [await Wire(key=key, body=b'{"order": 7}').through(door) for key in ("a", "b", "b")]
@@ -207,7 +207,7 @@ async def test_response_without_headers_is_accepted(guard: Guard) -> None:
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview])
 async def test_kept_body_is_a_copy_of_the_apps_buffer(guard: Guard, kind: Any) -> None:
-    """Starlette sends a memoryview as it is; what it shows may be written over for the next response."""
+    """Starlette passes a memoryview on, and its buffer may be overwritten for the next response."""
     buffer = bytearray(b"first")
 
     async def view(request: Request) -> Response:
@@ -226,8 +226,8 @@ async def test_kept_body_is_a_copy_of_the_apps_buffer(guard: Guard, kind: Any) -
     assert b'"body":"first"' in found.body
 
 
-async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> None:
-    """A file that the server sends by itself would never be seen, nor kept."""
+async def test_extensions_that_bypass_send_are_removed(guard: Guard) -> None:
+    """The middleware would never see a file that the server sends itself."""
     seen: list[set[str]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -241,8 +241,8 @@ async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> 
 
 
 @pytest.mark.parametrize("extensions", [None, {}, {"http.response.pathsend": {}}])
-async def test_an_outer_middleware_sees_which_route_it_was(guard: Guard, extensions: Any) -> None:
-    """Those that measure or trace ask the scope for it afterwards, and would have had none under some servers."""
+async def test_outer_middleware_sees_the_route_in_the_scope(guard: Guard, extensions: Any) -> None:
+    """Metrics and tracing read it afterwards; under some servers, it was missing."""
     app = Starlette(routes=[Route("/things", lambda request: Response(), methods=["POST"])])
     wire = await Wire(extensions=extensions).through(IdempotencyMiddleware(app, guard=guard))
     assert wire.scope["path_params"] == {}
@@ -254,7 +254,7 @@ async def test_an_outer_middleware_sees_which_route_it_was(guard: Guard, extensi
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_etag_comes_from_the_apps_own_get(guard: Guard, streamed: bool) -> None:
-    """A conditional update asks for the same URL, query included, with the caller's credentials, and sends nothing of it."""
+    """The GET has the same URL, query and credentials; none of its response reaches the client."""
     seen: list[tuple[str, str]] = []
 
     async def chunks() -> Any:
@@ -279,7 +279,7 @@ async def test_etag_comes_from_the_apps_own_get(guard: Guard, streamed: bool) ->
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-modified-since", "if-unmodified-since", "range", "if-range"])
 async def test_other_conditional_headers_are_not_sent_with_the_get(guard: Guard, header: str) -> None:
-    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+    """A cache on the way adds them: the GET would get 304 or a part, and the ETag would not be found."""
 
     async def view(request: Request) -> Response:
         asked_in_part = request.method == "GET" and header in request.headers
@@ -293,7 +293,7 @@ async def test_other_conditional_headers_are_not_sent_with_the_get(guard: Guard,
 
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 async def test_endless_resource_is_not_read_for_its_etag(guard: Guard, spec: str) -> None:
-    """Nor is one that is merely large: the update would wait for all of it, and its key with it."""
+    """A large resource is not read either, because the update would wait for it."""
 
     async def endless() -> Any:
         while True:
@@ -311,7 +311,7 @@ async def test_endless_resource_is_not_read_for_its_etag(guard: Guard, spec: str
 
 
 async def test_rejected_repeat_does_not_ask_for_a_new_etag(guard: Guard) -> None:
-    """It was performed: whoever reads the new ETag and sends it again does it twice."""
+    """The update was performed: a client that sends it again with the new ETag would perform it twice."""
 
     async def view(request: Request) -> Response:
         return Response(headers={"etag": '"7"'})
@@ -328,7 +328,7 @@ async def test_rejected_repeat_does_not_ask_for_a_new_etag(guard: Guard) -> None
 
 
 async def test_invalid_contract_fails_every_request(guard: Guard) -> None:
-    """A server may swallow the error at its start: the requests after it must not pass unguarded."""
+    """A server may ignore the error at its start, and later requests must not pass unguarded."""
     contract = Contract()
     contract.add(Rule("POST /refunds", reverses="payments.create"))
     app = Counted()
@@ -339,8 +339,8 @@ async def test_invalid_contract_fails_every_request(guard: Guard) -> None:
     assert app.runs == 0
 
 
-async def test_oncemore_error_raised_by_the_app_is_the_apps(guard: Guard) -> None:
-    """The door does not answer for it, but the operation may be tried again."""
+async def test_oncemore_error_of_the_app_is_its_own_failure(guard: Guard) -> None:
+    """The middleware does not answer it, but the operation may be tried again."""
 
     class Failing(Counted):
         async def work(self, receive: Any) -> None:
@@ -375,7 +375,7 @@ DOUBTFUL = Contract(
     [(TimeoutError(), "final", "held"), (ValueError(), "final", "released"), (TimeoutError(), "all", "settled")],
 )
 async def test_error_behind_a_page_is_in_doubt(guard: Guard, error: Exception, keep: Any, after: str) -> None:
-    """Starlette makes the page first, and raises afterwards: an outer middleware sees both."""
+    """Starlette makes the page first and raises afterwards, so an outer middleware sees both."""
 
     async def view(request: Request) -> Response:
         raise error
@@ -405,7 +405,7 @@ async def test_page_in_doubt_stays_so_if_its_app_fails_later(guard: Guard) -> No
     assert (wire.status, wire.said, await state(guard)) == (502, "unstored", "held")
 
 
-async def test_error_page_that_is_replaced_is_no_outcome(guard: Guard) -> None:
+async def test_replaced_error_page_is_not_recorded(guard: Guard) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for status in (500, 201):
             await send({"type": "http.response.start", "status": status, "headers": []})

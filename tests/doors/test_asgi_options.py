@@ -1,4 +1,4 @@
-"""The options of the ASGI door: who is calling, what is kept, where rules come from, and what handlers are told."""
+"""The options of the ASGI middleware: principals, kept headers, redaction, rules on endpoints, the current operation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def guard() -> Guard:
 
 
 class ByName(AuthenticationBackend):
-    """Believes whoever says a name."""
+    """Believes any name in a header."""
 
     async def authenticate(self, conn: Any) -> Any:
         name = conn.headers.get("x-user")
@@ -51,7 +51,7 @@ class ByName(AuthenticationBackend):
 
 
 async def test_the_authenticated_user_is_the_principal(guard: Guard) -> None:
-    """Whatever the credentials, so that a retry with a fresh token is still the same caller's."""
+    """The credentials do not count, so a retry with a renewed token has the same principal."""
     app = Counted()
     door = AuthenticationMiddleware(IdempotencyMiddleware(app, guard=guard), backend=ByName())
 
@@ -134,8 +134,8 @@ async def failing_coroutine_function(scope: Any) -> str:
         (lambda scope: "", 401),
     ],
 )
-async def test_nothing_runs_where_the_principal_cannot_be_told(guard: Guard, principal: Any, status: int) -> None:
-    """Nor where its text would change from one request to the next."""
+async def test_nothing_runs_if_the_principal_is_not_known(guard: Guard, principal: Any, status: int) -> None:
+    """Nothing runs either if the text of the principal changes between requests."""
     app = Counted()
     wire = await Wire().through(IdempotencyMiddleware(app, guard=guard, principal=principal))
     assert (wire.status, app.runs) == (status, 0)
@@ -149,7 +149,7 @@ async def test_two_tenants_may_use_the_same_key_and_user(guard: Guard) -> None:
     assert said == ["stored", "stored", "replayed"]
 
 
-def test_a_contract_that_scopes_nothing_warns(guard: Guard) -> None:
+def test_contract_without_principals_warns(guard: Guard) -> None:
     with pytest.warns(UserWarning, match="no principal"):
         IdempotencyMiddleware(Counted(), guard=guard, contract=Contract(Rule("POST /things", scope="global")))
 
@@ -170,7 +170,7 @@ async def test_headers_to_be_kept_can_be_listed(guard: Guard) -> None:
     assert second.headers["content-type"] == "application/json"
 
 
-async def test_what_must_not_be_stored_is_taken_out_before(guard: Guard) -> None:
+async def test_redacted_outcome_is_stored(guard: Guard) -> None:
     def redact(outcome: Outcome) -> Outcome:
         return msgspec.structs.replace(outcome, body=outcome.body.replace(b"CZ", b"**"))
 
@@ -192,7 +192,7 @@ async def test_failing_redaction_keeps_only_the_tombstone(guard: Guard) -> None:
 async def test_redaction_that_returns_a_text_body_is_reported(
     tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `json.dumps` does: nobody could be shown it again."""
+    """`json.dumps` returns such a text, which cannot be stored as a body."""
 
     def redact(outcome: Outcome) -> Outcome:
         return msgspec.structs.replace(outcome, body="{}")
@@ -214,8 +214,8 @@ async def test_a_rotated_secret_still_knows_its_requests(guard: Guard) -> None:
     assert (refused.status, app.runs) == (409, 1)
 
 
-async def test_a_record_that_cannot_be_read_is_answered_for(tmp_path: Path) -> None:
-    """It happened, and what came of it is lost; a new process does not run it again."""
+async def test_unreadable_record_is_answered_with_an_error(tmp_path: Path) -> None:
+    """The effect has happened, and its outcome is lost; a new process does not perform again."""
     path = tmp_path / "once.db"
     app = Counted()
     guard = Guard(f"sqlite:///{path}")
@@ -232,7 +232,7 @@ async def test_a_record_that_cannot_be_read_is_answered_for(tmp_path: Path) -> N
     await guard.aclose()
 
 
-async def test_the_places_of_statuses_and_error_pages_can_be_chosen(guard: Guard) -> None:
+async def test_status_path_and_problem_base_can_be_set(guard: Guard) -> None:
     door = IdempotencyMiddleware(
         Counted(), guard=guard, status_path="/api/status", problem_base="https://docs.example/errors/"
     )
@@ -252,7 +252,7 @@ async def test_status_url_without_a_rule_names_method_and_path(guard: Guard) -> 
 
 
 async def test_status_lookup_by_a_name_of_many_paths_is_refused(guard: Guard) -> None:
-    """The message "No operation with this key is known" would have sent its caller to do it again under a new one."""
+    """The message "No operation with this key is known" would make its caller perform again under a new key."""
     contract = Contract(
         Rule("POST /accounts/{id}", name="accounts.close"),
         Rule("POST /shared/{id}", name="shared", across_routes="conflict"),
@@ -275,13 +275,13 @@ async def test_status_lookup_by_a_name_of_many_paths_is_refused(guard: Guard) ->
 # Where rules come from
 
 
-async def test_a_contract_and_a_profile_are_one_too_many(guard: Guard) -> None:
+async def test_contract_together_with_a_profile_is_refused(guard: Guard) -> None:
     with pytest.raises(ConfigurationError, match="profile"):
         IdempotencyMiddleware(Counted(), guard=guard, contract=Contract(), profile="ietf")
 
 
 @pytest.mark.parametrize(("undeclared", "status"), [("refuse", 404), ("warn", 201), ("pass", 201)])
-async def test_a_request_that_no_rule_names(
+async def test_undeclared_request_follows_the_contracts_setting(
     guard: Guard, undeclared: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = Counted()
@@ -307,7 +307,7 @@ async def test_rules_are_found_on_starlettes_endpoints(guard: Guard) -> None:
     assert (await Wire("/v1/payments/1", method="GET", key=None).through(app)).said is None
 
 
-async def test_rules_are_found_on_fastapis_endpoints_wherever_they_are(guard: Guard) -> None:
+async def test_rules_are_found_on_included_and_mounted_fastapi_endpoints(guard: Guard) -> None:
     app, router = fastapi.FastAPI(), fastapi.APIRouter()
     app.add_middleware(IdempotencyMiddleware, guard=guard)
 
@@ -327,7 +327,7 @@ async def test_rules_are_found_on_fastapis_endpoints_wherever_they_are(guard: Gu
     assert first.json()["provider_key"].startswith("om_")
 
 
-async def test_outside_an_operation_there_is_none(guard: Guard) -> None:
+async def test_current_operation_raises_outside_an_operation(guard: Guard) -> None:
     class Asks(Counted):
         async def work(self, receive: Any) -> None:
             current_operation()

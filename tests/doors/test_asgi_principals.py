@@ -1,4 +1,4 @@
-"""Nothing of one principal ever reaches another: each gets exactly what it would get if it were alone."""
+"""One principal never gets anything of another: each gets the same answers as if it were alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOLATILE = {"created_at", "expires_at"}
 
 @dataclass(frozen=True)
 class Step:
-    """What one principal does next."""
+    """The next action of one principal."""
 
     who: str
     do: Do
@@ -75,7 +75,7 @@ class World:
             await send({"type": "http.response.body"})
 
     async def take(self, step: Step) -> None:
-        """Take one step, and note what came of it."""
+        """Take one step, and note its answer."""
         if step.do == "finish":
             for gate in self.hanging.get(step.who, [])[:1]:
                 gate.set()
@@ -101,7 +101,7 @@ class World:
         answer += [wire.status, wire.said, wire.headers.get("x-owner"), lasting(wire.body)]
 
     async def live(self, steps: list[Step]) -> dict[str, list[Any]]:
-        """What each principal got in the end."""
+        """Return the last answers of each principal."""
         for step in steps:
             await self.take(step)
         while self.hanging:
@@ -114,12 +114,12 @@ class World:
 
 
 def secret(who: str) -> str:
-    """What only *who* may see."""
+    """Return a text that only *who* may see."""
     return f"<secret of {who!a}>"
 
 
 def lasting(body: bytes) -> Any:
-    """The body without what differs from one moment to the next."""
+    """Return the body without values that differ from one moment to the next."""
     try:
         document = json.loads(body)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The ASGI door under each server: what only a server does, websockets, lifespans and files."""
+"""The ASGI middleware under each server: websockets, lifespans, pipelining and files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_websocket_is_untouched(url: str) -> None:
 
 
 def test_pipelined_request_does_not_see_the_previous_operation(caller: Caller) -> None:
-    """Servers begin it where the last one ended: its handler would have made the provider's key from another's."""
+    """Servers start it in the previous request's context: its handler would derive the provider's key from another operation."""
     lengths = ("Content-Length", "2")
     with caller.connection() as connection:
         requests = [
@@ -50,7 +50,7 @@ def test_pipelined_request_does_not_see_the_previous_operation(caller: Caller) -
 
 
 def test_connection_stays_in_step_after_a_too_large_body(caller: Caller) -> None:
-    """What is left of the body must not be read as the next request."""
+    """The rest of the body must not be read as the next request."""
     with caller.connection() as connection:
         named, much = ("Idempotency-Key", caller.key), b"POST /default/create HTTP/1.1\r\n" * 10_000
         fields = caller.fields(named, ("Content-Length", str(len(much))))
@@ -69,7 +69,7 @@ def test_a_lifespan_is_untouched(url: str) -> None:
 
 
 def test_a_file_is_kept_like_any_response(caller: Caller) -> None:
-    """It comes in pieces, or would be sent by the server itself."""
+    """A file comes in pieces; without the middleware, some servers send it themselves."""
     first, second = caller.ask("/default/file"), caller.ask("/default/file")
     assert first.content == second.content == Path(apps.__file__).read_bytes()
     assert (first.headers["idempotency-status"], second.headers["idempotency-status"]) == ("stored", "replayed")

@@ -1,4 +1,4 @@
-"""The ASGI door as it is set up: what it is given, where it finds its rules, and where it meets another of its kind."""
+"""The set-up of the ASGI middleware: its options, its rules on endpoints, and a middleware inside another."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def guard() -> Guard:
         ({"secrets": [b"short"]}, "16 random bytes"),
     ],
 )
-def test_setup_fault_is_raised_at_once(guard: Guard, given: Any, told: str) -> None:
-    """A text where a list is wanted would have dropped every header of a replay; nobody would have been told."""
+def test_setup_fault_is_raised_immediately(guard: Guard, given: Any, told: str) -> None:
+    """For example, a text in place of a list of headers would silently drop every header of a replay."""
     with pytest.raises(ConfigurationError, match=told):
         IdempotencyMiddleware(Counted(), **{"guard": guard, **given})
 
@@ -92,7 +92,7 @@ async def test_setup_fault_fails_the_start_under_uvicorn(guard: Guard, options: 
 
 
 async def test_unreadable_record_is_not_treated_as_store_down() -> None:
-    """There is a record, so it may have happened; `store_down = "run"` is for where nobody can be asked."""
+    """The record exists, so the effect may have happened; `store_down = "run"` is for a store that does not answer."""
 
     class Failing(MemoryStore):
         error: Exception
@@ -114,7 +114,7 @@ async def test_unreadable_record_is_not_treated_as_store_down() -> None:
 
 @idempotent(key="required")
 class Whole(HTTPEndpoint):
-    """A rule for all that it does."""
+    """An endpoint class with a rule for all methods."""
 
     async def get(self, request: Request) -> Response:
         return Response("got")
@@ -127,7 +127,7 @@ class Whole(HTTPEndpoint):
 
 
 class Single(HTTPEndpoint):
-    """A rule for one of its methods."""
+    """An endpoint class with a rule for one method."""
 
     @idempotent(key="required")
     async def put(self, request: Request) -> Response:
@@ -138,7 +138,7 @@ class Single(HTTPEndpoint):
 
 
 async def test_rules_are_found_on_classes_and_their_methods(guard: Guard) -> None:
-    """What is not found there would run without a key, and as often as it is asked for."""
+    """An endpoint whose rule is not found would run unguarded."""
     app = Starlette(routes=[Route("/whole", Whole), Route("/single", Single)])
     door = IdempotencyMiddleware(app, guard=guard)
 
@@ -149,8 +149,8 @@ async def test_rules_are_found_on_classes_and_their_methods(guard: Guard) -> Non
     assert [await status("/single", method) for method in ("POST", "PUT")] == [200, 400]
 
 
-async def test_a_rule_on_an_endpoint_that_scopes_nothing_warns_once(guard: Guard) -> None:
-    """DESIGN, rule 7: the door has not seen it yet when it is made."""
+async def test_endpoint_rule_without_principal_warns_once(guard: Guard) -> None:
+    """The middleware finds the rule only after it was made."""
 
     @idempotent(scope="global")
     async def pay(request: Request) -> Response:
@@ -167,7 +167,7 @@ async def test_a_rule_on_an_endpoint_that_scopes_nothing_warns_once(guard: Guard
 
 
 async def test_rules_on_routes_added_at_startup_are_found(guard: Guard) -> None:
-    """The door hears of the start before the app does."""
+    """The middleware gets the lifespan call before the app does."""
 
     @idempotent(key="required")
     async def pay(request: Request) -> Response:
@@ -188,7 +188,7 @@ async def test_rules_on_routes_added_at_startup_are_found(guard: Guard) -> None:
 
 
 async def test_inner_middleware_leaves_the_operation_to_the_outer(guard: Guard) -> None:
-    """Added to an app and to one mounted in it: the inner one would wait for the outer one, which waits for it."""
+    """With one in an app and one in its mounted app, the inner would wait for the outer, which waits for the inner."""
 
     async def pay(request: Request) -> Response:
         return Response(current_operation().key)
@@ -202,7 +202,7 @@ async def test_inner_middleware_leaves_the_operation_to_the_outer(guard: Guard) 
 
 
 async def test_second_call_with_the_same_scope_is_guarded(guard: Guard) -> None:
-    """Also while the first is under way, which it has given up."""
+    """It is guarded even while the first, abandoned call is running."""
     runs: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -228,7 +228,7 @@ async def test_unguarding_inner_middleware_shows_the_outer_operation(guard: Guar
 
 
 async def test_handlers_request_to_another_app_is_its_own_operation(guard: Guard) -> None:
-    """Its operation is not that of the handler, who finds its own again afterwards."""
+    """The request has its own operation, and afterwards the handler's operation is the current one again."""
     seen: list[str] = []
 
     class Inner(Counted):

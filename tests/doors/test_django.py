@@ -44,7 +44,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Caller:
-    """Asks the same thing again and again, under a key, a case and a session of its own."""
+    """Sends the same request repeatedly, under a key, a case and a session of its own."""
 
     def __init__(self, url: str) -> None:
         self.case = self.key = uuid.uuid4().hex
@@ -69,7 +69,7 @@ def caller(server: Server) -> Iterator[Caller]:
 
 @pytest.fixture(params=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which of the two views is asked."""
+    """The kind of view that is asked: sync or async."""
     return str(request.param)
 
 
@@ -80,8 +80,8 @@ def said(response: httpx.Response) -> str | None:
 # ── Responses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_twice_is_once(caller: Caller, kind: str) -> None:
-    """The cookie is the first client's alone."""
+def test_repeated_request_is_replayed(caller: Caller, kind: str) -> None:
+    """Only the first client gets the cookie."""
     first, second = caller.ask(f"/{kind}/create"), caller.ask(f"/{kind}/create")
     assert (first.status_code, second.status_code, caller.told()) == (201, 201, 1)
     assert first.content == second.content
@@ -103,14 +103,14 @@ def test_headers_of_marked_strings_are_kept_as_text(caller: Caller, kind: str) -
     assert caller.told() == 1
 
 
-def test_of_ten_at_once_one_runs(caller: Caller, kind: str) -> None:
+def test_ten_concurrent_requests_run_once(caller: Caller, kind: str) -> None:
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: caller.ask(f"/{kind}/slow", params={"pause": 0.3}), range(10)))
     assert {answer.status_code for answer in answers} == {201}
     assert (caller.told(), caller.told("effects")) == (1, 1)
 
 
-def test_an_exception_gets_djangos_own_answer_and_another_try(caller: Caller, kind: str) -> None:
+def test_exception_gets_djangos_page_and_runs_again(caller: Caller, kind: str) -> None:
     answers = [caller.ask(f"/{kind}/fail") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [500, 201, 201]
     assert "<h1>Server Error (500)</h1>" in answers[0].text
@@ -118,7 +118,7 @@ def test_an_exception_gets_djangos_own_answer_and_another_try(caller: Caller, ki
 
 
 def test_atomic_requests_commit_before_the_settle(caller: Caller) -> None:
-    """With ATOMIC_REQUESTS, what the failing attempt did is gone."""
+    """With ATOMIC_REQUESTS, the effect of the failed attempt is rolled back."""
     assert [caller.ask("/atomic").status_code for _ in range(3)] == [500, 201, 201]
     assert (caller.told(), caller.told("effects")) == (2, 1)
 
@@ -153,7 +153,7 @@ def test_released_stream_keeps_its_lease_then_runs_again(caller: Caller, kind: s
 
 
 def test_released_stream_without_a_reader_runs_again(caller: Caller, kind: str, server: Server) -> None:
-    """Its client left before it began, and its lease must not be kept for ever."""
+    """Its client left before it began, and its lease must not be renewed for ever."""
     connection = RawConnection(server.url)
     target = f"/{kind}/released?case={caller.case}&before=300&many=2"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
@@ -175,7 +175,7 @@ def test_a_file_is_kept_if_it_is_small(caller: Caller, kind: str, size: int, kep
     assert caller.told() == 1
 
 
-def test_a_redirect_of_the_whole_request_is_no_outcome(caller: Caller, kind: str) -> None:
+def test_repeating_redirect_is_not_recorded(caller: Caller, kind: str) -> None:
     """A client that follows it sends the same key."""
     for _ in range(2):
         answer = caller.ask(f"/{kind}/redirect", follow_redirects=True)
@@ -187,12 +187,12 @@ def test_a_redirect_of_the_whole_request_is_no_outcome(caller: Caller, kind: str
 
 
 @pytest.mark.parametrize("how", ["body", "read", "lines"])
-def test_the_view_reads_the_body_as_if_nobody_had(caller: Caller, kind: str, how: str) -> None:
+def test_view_can_read_the_body_again(caller: Caller, kind: str, how: str) -> None:
     answer = caller.ask(f"/{kind}/body", params={"how": how}, content=b"one\ntwo")
     assert answer.json()["found"] == (["one\n", "two"] if how == "lines" else "one\ntwo")
 
 
-def test_the_view_reads_forms_and_files_as_if_nobody_had(caller: Caller, kind: str) -> None:
+def test_view_can_read_forms_and_files_again(caller: Caller, kind: str) -> None:
     form = caller.ask(f"/{kind}/body", params={"how": "form"}, data={"a": "1"})
     assert form.json()["found"] == {"a": "1"}
     large = "x" * 60_000  # more than Django reads into memory, which does not count for files
@@ -222,7 +222,7 @@ def fields(caller: Caller, *more: tuple[str, str]) -> list[tuple[str | bytes, st
 def test_a_body_in_chunks_is_read_or_refused(
     caller: Caller, kind: str, server: Server, request: pytest.FixtureRequest
 ) -> None:
-    """Django alone would show its view an empty body under WSGI."""
+    """Without the middleware, Django's view would get an empty body under WSGI."""
     with RawConnection(server.url) as connection:
         target = f"/{kind}/body?how=body&case={caller.case}"
         lines = fields(caller, ("Transfer-Encoding", "chunked"))
@@ -248,7 +248,7 @@ def test_disconnect_in_mid_body_runs_nothing(caller: Caller, kind: str, server: 
 def test_outcome_is_kept_after_disconnect_during_the_view(
     caller: Caller, kind: str, server: Server, polite: bool
 ) -> None:
-    """Django cancels the task of a client that has left; ours goes on, and the loop with it."""
+    """Django cancels the task of a client that has left; the middleware's goes on, and does not block the loop."""
     connection = RawConnection(server.url)
     target = f"/{kind}/slow?case={caller.case}&pause=0.5"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
@@ -276,7 +276,7 @@ def test_conditional_updates_ask_the_view_itself(caller: Caller, kind: str) -> N
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"])
 def test_other_conditional_headers_are_not_sent_with_the_get(caller: Caller, kind: str, header: str) -> None:
-    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+    """A cache on the way adds them: the GET would get 304 or a part, and the ETag would not be found."""
     headers = {"If-Match": '"v0"', header: '"v0"'}
     assert caller.ask(f"/{kind}/thing/{caller.case}", "a", method="PUT", headers=headers).status_code == 200
 
@@ -291,7 +291,7 @@ def test_a_key_may_be_in_the_body(caller: Caller, kind: str) -> None:
 
 
 def test_keys_belong_to_the_user_who_is_logged_in(caller: Caller, kind: str) -> None:
-    """Whatever credentials are in the headers; and a session may begin anew between two attempts."""
+    """Credentials in the headers do not count, and a new session may begin between two attempts."""
     for user, status in [("ann", "stored"), ("bob", "stored"), ("ann", "replayed"), ("bob", "replayed")]:
         caller.client.cookies.clear()
         caller.client.headers["Authorization"] = uuid.uuid4().hex
@@ -304,7 +304,7 @@ def test_keys_belong_to_the_user_who_is_logged_in(caller: Caller, kind: str) -> 
     assert caller.told() == 2
 
 
-def test_the_check_of_the_csrf_token_is_djangos(caller: Caller) -> None:
+def test_csrf_failure_is_not_kept(caller: Caller) -> None:
     """A 403 is not kept, so that the same key passes with the token."""
     refused = caller.ask("/form")
     token = caller.client.get("/token").text
@@ -342,7 +342,7 @@ def test_the_check_of_the_csrf_token_is_djangos(caller: Caller) -> None:
         ("POST", "/ninja/async", 400),
     ],
 )
-def test_the_rule_on_a_view_holds_for_its_requests(caller: Caller, method: str, path: str, unkeyed: int) -> None:
+def test_rule_on_a_view_applies_to_its_requests(caller: Caller, method: str, path: str, unkeyed: int) -> None:
     answer = caller.ask(path, None, method=method, json={})
     assert (answer.status_code, caller.told()) == (unkeyed, 0 if unkeyed == 400 else 1)
     if unkeyed == 400:
@@ -366,7 +366,7 @@ def test_the_rule_on_a_view_holds_for_its_requests(caller: Caller, method: str, 
     ],
 )
 def test_a_view_with_a_rule_runs_once_for_each_key(caller: Caller, path: str) -> None:
-    """The REST framework and Ninja read the body after the door."""
+    """The REST framework and Ninja read the body after the middleware."""
     answers = [caller.ask(path, json={"a": 1}) for _ in range(2)]
     assert [said(answer) for answer in answers] == ["stored", "replayed"], answers[0].text
     assert answers[0].content == answers[1].content
@@ -380,8 +380,8 @@ def test_an_exempt_view_is_left_alone(caller: Caller, method: str, path: str) ->
     assert [(answer.json()["run"], said(answer)) for answer in answers] == [(1, None), (2, None)]
 
 
-def test_a_rule_that_no_route_leads_to_is_told_of(caller: Caller, server: Server) -> None:
-    """The REST framework's `api_view` drops what was put on the function inside it."""
+def test_decorated_view_without_a_route_is_warned_of(caller: Caller, server: Server) -> None:
+    """The REST framework's `api_view` drops a rule on the function inside it."""
     caller.ask("/sync/create")
     assert "rest_lost" in server.log
     assert "no route" in server.log

@@ -1,4 +1,4 @@
-"""A fresh Django project with the middleware: its checks, its tests, and where its ledger is."""
+"""A new Django project with the middleware: its checks, its tests, and the place of its ledger."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ match = "POST /pya"
 
 @pytest.fixture(params=["sqlite:///once.db", "django:default"])
 def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """As `django-admin startproject` makes it, with the lines of the page appended."""
+    """Make a project by `django-admin startproject`, and append the lines of the page."""
     subprocess.run([sys.executable, "-m", "django", "startproject", "shop", str(tmp_path)], check=True)
     with (tmp_path / "shop" / "settings.py").open("a") as settings:
         settings.write('\nMIDDLEWARE += ["oncemore.web.django.IdempotencyMiddleware"]\n')

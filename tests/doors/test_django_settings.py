@@ -1,4 +1,4 @@
-"""What the Django door makes of its settings, and of the rules on the views of a URL configuration."""
+"""The settings of the Django middleware, and the rules on the views of a URL configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Somewhere:
 
 
 class AuthenticationMiddleware:
-    """Stands for a project's own, which inherits Django's."""
+    """Stands for a project's own middleware, which inherits from Django's."""
 
 
 class Own(AuthenticationMiddleware):
@@ -51,7 +51,7 @@ def door_from_settings() -> Door[Any]:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The project's settings, of this test alone."""
+    """The project's settings, for this test only."""
     settings = SimpleNamespace(ONCEMORE={"guard": guard}, MIDDLEWARE=[DOOR])
     monkeypatch.setattr(django_door, "settings", settings)
     return settings
@@ -117,7 +117,7 @@ def test_a_url_is_one_guard_for_all_handlers(settings: SimpleNamespace, tmp_path
         ({"guard": guard, "contract": contract, "profile": "ietf"}, "profile"),
     ],
 )
-def test_a_setting_that_is_wrong_says_how_to_mend_it(settings: SimpleNamespace, said: Any, told: str) -> None:
+def test_wrong_setting_is_refused_with_advice(settings: SimpleNamespace, said: Any, told: str) -> None:
     settings.ONCEMORE = said
     with pytest.raises(ConfigurationError, match=told):
         door_from_settings()
@@ -127,7 +127,7 @@ def test_a_setting_that_is_wrong_says_how_to_mend_it(settings: SimpleNamespace, 
     ("middleware", "warned"),
     [([AUTH, DOOR], False), ([f"{__name__}.Own", DOOR], False), ([DOOR, AUTH], True), ([DOOR], True)],
 )
-def test_a_door_that_cannot_see_the_user_warns(
+def test_middleware_before_authentication_warns(
     settings: SimpleNamespace, middleware: list[str], warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {AUTH: AuthenticationMiddleware}  # Django's own needs a configured project

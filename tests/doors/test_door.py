@@ -1,4 +1,4 @@
-"""What all HTTP doors share, without I/O: requests that are meant to hurt, and settings that are easily mistaken."""
+"""The code that all HTTP middlewares share: hostile requests, and settings that are easily mistaken."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def in_california(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_http_date_is_read_in_every_form_and_timezone(date: str) -> None:
-    """One of them names no time zone, and was taken for the server's own: eight hours too late here."""
+    """One form has no time zone, and was once read in the server's own zone: eight hours too late here."""
     rule = Rule("POST /things", late="refuse", first_sent=SENT)
     assert issued_at(rule, [(SENT.lower(), date)], "k") == 784111777
 
 
-def test_what_is_no_date_is_refused() -> None:
+def test_malformed_http_date_is_refused() -> None:
     rule = Rule("POST /things", late="refuse", first_sent=SENT)
     for date in ("yesterday", "Sun, 06 Nov 99999 08:49:37 GMT", "1 1 1 1 1 1", ","):
         with pytest.raises(InvalidKey, match="HTTP date"):
@@ -86,7 +86,7 @@ def test_what_is_no_date_is_refused() -> None:
 
 
 def test_unique_by_without_body_fields_does_not_parse_it() -> None:
-    """A photo is no JSON, and need not be where the path says whose it is."""
+    """A photo is not JSON, and need not be if `unique_by` uses only the path."""
     contract = Contract(
         Rule("POST /photos/{id}", key="template:{principal}:{path.id}:{header.x-place}"),
         Rule("POST /orders/{id}", unique_by="{path.id}"),
@@ -103,8 +103,8 @@ def test_unique_by_without_body_fields_does_not_parse_it() -> None:
             operation(door, post(path, jpeg))
 
 
-def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
-    """Ten thousand fit into what servers accept, and took seconds: each was looked for among all the others."""
+def test_many_headers_are_read_quickly() -> None:
+    """Servers accept ten thousand headers; a search through all headers for each one would take seconds."""
     contract = Contract(Rule("POST /photos/{id}", key="template:{principal}:{path.id}"))
     door = Door(None, guard=Guard("memory://"), contract=contract)
     request = post("/photos/7", b"", *((f"a{number}", "") for number in range(10_000)))
@@ -114,8 +114,8 @@ def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
 
 
 @pytest.mark.parametrize("text", ["9" * 60_000 + "x", "9" * 60_000, "1s" * 30_000, "1." * 30_000])
-def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
-    """A header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
+def test_long_request_timeout_header_is_read_quickly(text: str) -> None:
+    """Parsing a header of 16 KB would block all other requests for 13 seconds."""
     began = time.process_time()
     assert wait_of([("x-request-timeout", text)]) is None
     assert wait_of([("x-request-timeout", text)], 3.0) == 3.0
@@ -127,8 +127,8 @@ def test_wait_is_the_shorter_of_the_callers_and_the_longest() -> None:
     assert (wait_of([]), wait_of([], 3.0)) == (None, 3.0)
 
 
-def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:
-    """Four thousand paths or credentials of 64 KB each, which no key needs, would have filled a quarter of a gigabyte."""
+def test_long_paths_and_credentials_are_not_remembered() -> None:
+    """Four thousand paths or credentials of 64 KB each would fill a quarter of a gigabyte."""
     door = Door(None, guard=Guard("memory://"))
     before = remembered_digest.cache_info().currsize
     path, bearer = "/" + "p" * 60_000, "b" * 60_000
@@ -143,7 +143,7 @@ def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:
 
 
 class Named:
-    """A user whose text is its name."""
+    """A user whose `str()` is its name."""
 
     def __str__(self) -> str:
         return "alice"
@@ -153,7 +153,7 @@ class Named:
 
 
 class Wrapped:
-    """As Django's lazy objects: its text is that of what is in it."""
+    """An object like Django's lazy ones: its `str()` is the `str()` of the object in it."""
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -170,8 +170,8 @@ async def later() -> str:
     "found", [lambda: Named().get_id, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
 )
 def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
-    """A method that was not called has another address in the next request, which would run again."""
-    with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
+    """A method that was not called has another address in the next request, so a retry would run again."""
+    with pytest.raises(PrincipalFailed, match="return a text or a number"):
         run(principal_of(lambda native: found(), post("/things")))
 
 
@@ -187,7 +187,7 @@ def test_principal_with_a_name_is_called_by_it(found: Any) -> None:
 
 
 def test_principal_is_not_an_uncalled_method() -> None:
-    """Its address would be another in the next request."""
+    """Its address is different in the next request."""
 
     class User:
         is_authenticated = True
@@ -231,7 +231,7 @@ def test_only_an_outcome_that_is_kept_is_redacted(rule: Rule, status: int, redac
 
 @pytest.mark.parametrize("given", [None, b"redacted", {"status": 200}])
 def test_redaction_without_an_outcome_keeps_only_the_tombstone(given: Any) -> None:
-    """Forgetting the `return` would have made every replay a response without a status."""
+    """Without its `return`, the function would make every replay a response without a status."""
     door = Door(None, guard=Guard("memory://"), redact=lambda outcome: given)
     assert door.outcome(Rule("POST /things"), 201, [], b"secret") == Outcome("tombstone", 201)
 
@@ -260,16 +260,16 @@ def test_redaction_without_an_outcome_keeps_only_the_tombstone(given: Any) -> No
         ("", "", 200, False),
     ],
 )
-def test_an_etag_is_one_of_those_that_the_caller_names(wanted: str, etag: str, status: int, held: bool) -> None:
-    """A comma within the quotes is part of the tag: such a resource could never have been updated."""
+def test_if_match_holds_if_it_names_the_etag(wanted: str, etag: str, status: int, held: bool) -> None:
+    """A comma within the quotes is part of the tag; otherwise such a resource could never be updated."""
     assert matches(wanted, status, etag) is held
 
 
 # What is shown again
 
 
-def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
-    """It is no response, and had no status that a server could send."""
+def test_resolvers_value_is_sent_as_json() -> None:
+    """The value is not a response, and has no status of its own."""
     door, rule = Door(None, guard=Guard("memory://")), Rule("POST /things")
 
     def shown(outcome: Outcome | None) -> tuple[int, bytes]:
@@ -308,12 +308,12 @@ def test_lambda_decorator_takes_the_options_of_its_middleware() -> None:
     "error",
     [
         outcome_unknown("k", " (psycopg.OperationalError at db-1.internal)"),
-        PrincipalFailed("The principal function gave a Session, but a text or a number is needed"),
+        PrincipalFailed("The principal function returned a Session: return a text or a number"),
         StoreUnavailable("connection to 10.0.0.7 refused"),
     ],
 )
 def test_refusal_tells_clients_nothing_internal(error: OncemoreError) -> None:
-    """Hosts, functions, notes of crashed attempts and commands are for the log and the operator."""
+    """Hosts, functions, notes of crashed attempts and commands are only for the log and the operator."""
     door: Door[None] = Door(None, guard=Guard("memory://"))
     body = door.refusal(error).body.decode()
     assert error.detail not in body

@@ -48,7 +48,7 @@ def made() -> list[str]:
 
 @pytest.fixture
 def router(made: list[str]) -> APIRouter:
-    """Two guarded endpoints, one async and one not, and a third that says nothing."""
+    """Two guarded endpoints, one async and one sync, and a third without a rule."""
     router = APIRouter(prefix="/refunds")
 
     @router.post("", status_code=201)
@@ -118,7 +118,7 @@ class TestEndpoints:
         assert found[1].headers["idempotency-status"] == "replayed"
         assert made == []
 
-    def test_without_an_operation_the_programmer_is_told(self, guard: Guard) -> None:
+    def test_dependency_without_an_operation_raises(self, guard: Guard) -> None:
         app = FastAPI()
         app.add_middleware(IdempotencyMiddleware, guard=guard)
 
@@ -130,7 +130,7 @@ class TestEndpoints:
             assert client.post("/open", headers=keyed("k1")).json() == "k1"
             assert client.post("/open").status_code == 500
 
-    def test_paths_keep_their_keys_apart(self, app: FastAPI, made: list[str]) -> None:
+    def test_same_key_on_another_path_is_another_operation(self, app: FastAPI, made: list[str]) -> None:
         with live(app) as client:
             found = [client.delete(f"/refunds/{id}", headers=keyed("k1")).json()["voided"] for id in (1, 2, 1)]
         assert (found, made) == ([1, 2, 1], ["k1", "k1"])
@@ -177,14 +177,14 @@ def included_twice(guard: Guard, router: APIRouter) -> Any:
 
 
 def wrapped(guard: Guard, router: APIRouter) -> Any:
-    """The door around the app, instead of in it."""
+    """The middleware is around the app, instead of in it."""
     app = FastAPI()
     app.include_router(router, prefix="/v1")
     return IdempotencyMiddleware(app, guard=guard)
 
 
 def below_starlette(guard: Guard, router: APIRouter) -> Any:
-    """FastAPI in a Starlette app, which the door is around."""
+    """FastAPI in a Starlette app; the middleware is around that."""
     inner = FastAPI()
     inner.include_router(router)
     return asgi.IdempotencyMiddleware(Starlette(routes=[Mount("/v1", inner)]), guard=guard)
@@ -205,7 +205,7 @@ class TestWhereverItIs:
         assert (voided, made) == ([1, 2, 1], ["k1"] * 3)
 
     @pytest.mark.parametrize("build", EVERYWHERE)
-    def test_the_document_tells_of_it(self, build: Any, guard: Guard, router: APIRouter) -> None:
+    def test_document_shows_the_rule(self, build: Any, guard: Guard, router: APIRouter) -> None:
         inner = build in (mounted_inside, mounted_outside, below_starlette)
         with live(build(guard, router)) as client:
             found = document_at(client, "/v1/openapi.json" if inner else "/openapi.json")
@@ -215,7 +215,7 @@ class TestWhereverItIs:
         assert (key["name"], key["required"]) == ("Idempotency-Key", True)
 
     def test_behind_a_proxy_that_takes_a_prefix_away(self, app: FastAPI, made: list[str]) -> None:
-        """The server is told the prefix (root_path), and rules need not."""
+        """The server knows the prefix (root_path), so rules need not name it."""
         with live(app, root_path="/api") as client:
             missing = client.post("/refunds", json=REFUND)
             found = [client.post("/refunds", json=REFUND, headers=keyed("k1")) for _ in range(2)]
@@ -249,7 +249,7 @@ class TestWhereverItIs:
 
 
 class TestDocument:
-    def test_it_is_enriched_by_itself(self, app: FastAPI) -> None:
+    def test_middleware_enriches_the_document(self, app: FastAPI) -> None:
         with live(app) as client:
             found = document_at(client)
         operation = found["paths"]["/refunds"]["post"]
@@ -259,7 +259,7 @@ class TestDocument:
         assert "/idempotency" in found["paths"]
         assert found["paths"]["/refunds/search"]["post"]["parameters"][0]["required"] is False
 
-    def test_the_plain_asgi_door_does_so_too(self, guard: Guard, router: APIRouter) -> None:
+    def test_plain_asgi_middleware_enriches_the_document(self, guard: Guard, router: APIRouter) -> None:
         app = FastAPI()
         app.add_middleware(asgi.IdempotencyMiddleware, guard=guard, status_path="/status", problem_base="https://x/")
         app.include_router(router)
@@ -268,7 +268,7 @@ class TestDocument:
         assert "/status" in found["paths"]
         assert "https://x/VALIDATION.payload" in repr(found["components"]["responses"]["Idempotency400"])
 
-    def test_without_a_server_one_call_does_it(self, router: APIRouter) -> None:
+    def test_document_function_works_without_a_server(self, router: APIRouter) -> None:
         app = FastAPI()
         app.include_router(router)
         document(app, Contract())
@@ -289,7 +289,7 @@ class TestDocument:
         assert "searched" in repr(app.openapi())
         assert "searched" not in repr(with_routes)
 
-    def test_document_is_made_once_for_all_who_ask(self, app: FastAPI) -> None:
+    def test_document_is_made_once_for_many_requests(self, app: FastAPI) -> None:
         document(app, Contract())
         assert app.openapi() is app.openapi()
 
@@ -303,8 +303,8 @@ class TestDocument:
         assert app.openapi()["info"]["title"] == "Shop"
         assert "refunds.create" in repr(app.openapi())
 
-    def test_what_it_says_is_what_happens(self, app: FastAPI) -> None:
-        """Each answer has a documented status, and is valid by the schema that stands there."""
+    def test_responses_match_the_document(self, app: FastAPI) -> None:
+        """Each answer has a documented status, and is valid by its schema."""
         other = {"charge": "ch_9", "amount": 1}
         with live(app) as client:
             found = document_at(client)
@@ -328,7 +328,7 @@ class TestDocument:
 
 
 def test_function_scoped_dependency_commits_before_the_settle() -> None:
-    """What fails there has not happened, and may be tried again."""
+    """If its commit fails, the effect has not happened, and the operation may be tried again."""
     seen: list[str] = []
     guard = Guard("memory://", observers=[lambda event: seen.append(event.kind)])
     app = FastAPI()

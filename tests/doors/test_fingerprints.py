@@ -1,4 +1,4 @@
-"""The fingerprints that a middleware remembers: those of the latest requests, up to a limit."""
+"""A middleware remembers the fingerprints of the latest requests, up to a limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_repeated_request_is_parsed_once(rule: Rule, made: list[bytes]) -> None:
 
 
 def test_remembered_request_is_kept_as_a_digest(rule: Rule) -> None:
-    """A card number that was sent once must not stay in memory."""
+    """A card number in a request must not stay in memory."""
     fingerprints = Fingerprints(())
     fingerprints.of(rule, parts(b'{"card": 4242}'))
     assert [len(digest) for digest in fingerprints._latest] == [32]

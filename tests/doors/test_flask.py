@@ -1,4 +1,4 @@
-"""The WSGI door around Flask: rules on views, mounts, streams, files, and Flask's own way with errors, on real sockets."""
+"""The WSGI middleware around Flask: rules on views, mounts, streams, files, and Flask's error pages, on real sockets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def guard() -> Iterator[Guard]:
 
 @pytest.fixture(params=[under_waitress, under_werkzeug], ids=["waitress", "werkzeug"])
 def serve(request: pytest.FixtureRequest, guard: Guard) -> Iterator[Serve]:
-    """Serves a Flask app behind the door; what it returns is its address."""
+    """Return a function that serves a Flask app behind the middleware, and returns its address."""
     running: list[Any] = []
 
     def start(app: Any, **options: Any) -> str:
@@ -65,7 +65,7 @@ def codes(*responses: Any) -> list[int]:
 
 
 def test_a_rule_on_a_view_is_found(app: Flask, serve: Serve) -> None:
-    """The rule's methods and path are those of the view."""
+    """The rule gets the methods and path of the view."""
 
     @app.post("/orders/<int:number>")
     @idempotent(key="required", name="orders.create")
@@ -117,7 +117,7 @@ def test_rules_are_found_below_other_middlewares_and_mounts(app: Flask, serve: S
 
 
 def test_mounted_app_matches_rules_with_or_without_prefix(app: Flask, serve: Serve, guard: Guard) -> None:
-    """Also where the door is inside the mount; and two mounts of one app are two resources."""
+    """This holds also for a middleware inside the mount; two mounts of one app are two resources."""
 
     @app.post("/orders")
     @idempotent(key="required", name="orders")
@@ -141,7 +141,7 @@ def test_mounted_app_matches_rules_with_or_without_prefix(app: Flask, serve: Ser
 
 @pytest.mark.parametrize("status_path", ["/idempotency", "/shöp/idempotency"])
 def test_the_status_url_of_a_mounted_app_leads_to_it(app: Flask, serve: Serve, guard: Guard, status_path: str) -> None:
-    """With the prefix that the client needs, once."""
+    """The URL has the prefix exactly once."""
     begun, let_go = threading.Event(), threading.Event()
 
     @app.post("/orders")
@@ -164,7 +164,7 @@ def test_the_status_url_of_a_mounted_app_leads_to_it(app: Flask, serve: Serve, g
 
 
 def test_route_that_no_rule_can_name_fails_all_requests(app: Flask, guard: Guard) -> None:
-    """A guard that silently covered less than was asked for would be worse."""
+    """To leave the route silently unguarded would be worse."""
 
     @app.post("/range/<int:first>-<int:last>")
     @idempotent(key="required")
@@ -177,7 +177,7 @@ def test_route_that_no_rule_can_name_fails_all_requests(app: Flask, guard: Guard
             door({"REQUEST_METHOD": "GET"}, lambda *_: None)
 
 
-def test_a_path_is_matched_as_the_client_meant_it(app: Flask, serve: Serve) -> None:
+def test_path_with_other_bytes_than_ascii_is_matched(app: Flask, serve: Serve) -> None:
     @app.post("/objednávky/<name>")
     def create(name: str) -> str:
         return name
@@ -222,7 +222,7 @@ def test_a_file_is_kept_if_it_is_small(app: Flask, serve: Serve, size: int, kept
     assert codes(first, second) == [200, 200 if kept else 409]
 
 
-def test_errors_are_flasks_own_and_may_be_tried_again(app: Flask, serve: Serve) -> None:
+def test_failure_gets_flasks_page_and_runs_again(app: Flask, serve: Serve) -> None:
 
     @app.post("/orders")
     def create() -> str:
@@ -249,8 +249,8 @@ def test_errors_are_flasks_own_and_may_be_tried_again(app: Flask, serve: Serve) 
     ]
 
 
-def test_flasks_own_redirect_to_the_slash_is_no_outcome(app: Flask, serve: Serve) -> None:
-    """A retry without the slash finds what was done with it."""
+def test_flasks_redirect_to_the_slash_is_not_recorded(app: Flask, serve: Serve) -> None:
+    """A retry without the slash gets the outcome of the request with the slash."""
 
     @app.post("/orders/")
     def create() -> str:
@@ -284,7 +284,7 @@ def test_missing_optional_key_leaves_the_body_intact(app: Flask, serve: Serve) -
     assert [answer.headers["idempotency-status"] for answer in keyed] == ["stored", "replayed"]
 
 
-def test_the_principal_is_what_the_function_says(app: Flask, serve: Serve) -> None:
+def test_principal_function_names_the_caller(app: Flask, serve: Serve) -> None:
 
     @app.post("/orders")
     def create() -> str:
@@ -297,8 +297,8 @@ def test_the_principal_is_what_the_function_says(app: Flask, serve: Serve) -> No
     assert asked(url, "/orders", "a").json()["error_code"] == "INTERNAL.principal_failed"
 
 
-def test_whom_the_server_has_authenticated_owns_the_key(app: Flask, serve: Serve) -> None:
-    """Whatever single-use token proved it, and whatever a client writes into its headers."""
+def test_remote_user_owns_the_key(app: Flask, serve: Serve) -> None:
+    """The token that proved it and the client's headers do not count."""
 
     @app.post("/orders")
     def create() -> str:
@@ -356,9 +356,9 @@ def test_a_rule_may_run_without_a_ledger_and_says_so(
 
 
 def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> None:
-    """428 without If-Match, 412 with a stale one or for what is not there; the look itself changes nothing.
+    """428 without If-Match; 412 with a stale ETag or for a missing resource; the GET itself changes nothing.
 
-    By their keys they take turns: without one, a stale update would overwrite what nobody has looked at.
+    Updates of one resource run one after the other, so a stale update cannot overwrite a newer one.
     """
     things = {"1": 0}
 
@@ -394,7 +394,7 @@ def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> No
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"])
 def test_other_conditional_headers_are_not_sent_with_the_get(app: Flask, serve: Serve, header: str) -> None:
-    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+    """A cache on the way adds them: the GET would get 304 or a part, and the ETag would not be found."""
 
     @app.route("/thing", methods=["GET", "PUT"])
     @idempotent(if_match=True)
@@ -405,8 +405,8 @@ def test_other_conditional_headers_are_not_sent_with_the_get(app: Flask, serve: 
     assert answer.status_code == 200
 
 
-def test_the_apps_own_refusals_are_its_own(app: Flask, serve: Serve) -> None:
-    """An error of a guard that the view uses itself is the view's failure, not the door's refusal."""
+def test_refusal_of_the_views_own_guard_is_its_failure(app: Flask, serve: Serve) -> None:
+    """An error of a guard that the view itself uses is the view's failure, not the middleware's refusal."""
 
     @app.post("/orders")
     def create() -> str:
@@ -419,10 +419,10 @@ def test_the_apps_own_refusals_are_its_own(app: Flask, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_late_owner_answers_with_what_the_other_has_settled(
+def test_late_owner_answers_with_its_successors_outcome(
     app: Flask, serve: Serve, guard: Guard, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease lapses, since nobody keeps it alive, and what it has done reaches nobody."""
+    """Its lease lapses, because it is not renewed, and its own response is not sent."""
     begun, turn = threading.Event(), threading.Event()
     closed: list[str] = []
 
@@ -451,7 +451,7 @@ def test_a_late_owner_answers_with_what_the_other_has_settled(
 
 
 def test_inner_middleware_leaves_the_operation_to_the_outer(app: Flask, serve: Serve, guard: Guard) -> None:
-    """Added to an app and to one mounted in it: the inner one would wait for the outer one, which waits for it."""
+    """With one in an app and one in its mounted app, the inner would wait for the outer, which waits for the inner."""
 
     @app.post("/payments")
     def pay() -> str:
@@ -464,8 +464,8 @@ def test_inner_middleware_leaves_the_operation_to_the_outer(app: Flask, serve: S
     assert [answer.text for answer in answers] == ["k{}"] * 2
 
 
-def test_views_request_to_its_own_app_is_another_operation(app: Flask, serve: Serve) -> None:
-    """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
+def test_views_own_request_with_the_same_key_is_in_progress(app: Flask, serve: Serve) -> None:
+    """It is not taken for the running request, although it has the same key, and does not run beside it."""
 
     @app.post("/payments")
     def pay() -> str:

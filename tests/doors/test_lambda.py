@@ -1,4 +1,4 @@
-"""The Lambda door: API Gateway in both payload formats and load balancers, each in the form that AWS sends and expects."""
+"""The Lambda middleware: API Gateway in both payload formats and load balancers, in the forms that AWS sends and expects."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Function:
 
 
 def header(answer: Event, name: str) -> list[str]:
-    """Each value of a header, in whichever form the answer has it."""
+    """Return all values of a header, in either form of the answer."""
     many = {key.lower(): list(values) for key, values in (answer.get("multiValueHeaders") or {}).items()}
     single = {key.lower(): [value] for key, value in (answer.get("headers") or {}).items()}
     return (many | {key: value for key, value in single.items() if key not in many}).get(name, [])
@@ -76,7 +76,7 @@ def content(answer: Event) -> bytes:
 
 class TestEverySource:
     @every_source
-    def test_twice_is_once(self, guard: Guard, shape: Shape) -> None:
+    def test_repeated_request_is_replayed(self, guard: Guard, shape: Shape) -> None:
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         first, second = (door(shape(idempotency_key="k1"), CONTEXT) for _ in range(2))
@@ -191,8 +191,8 @@ class TestEverySource:
         assert bodies == ["1", "2", "1"]
 
     @every_source
-    def test_two_header_lines_are_refused_where_they_can_be_told(self, guard: Guard, shape: Shape) -> None:
-        """A load balancer without multi-value headers passes the last one on."""
+    def test_two_key_headers_are_refused(self, guard: Guard, shape: Shape) -> None:
+        """A load balancer without multi-value headers passes only the last one on."""
         function = Function()
         answer = IdempotencyMiddleware(function, guard=guard)(shape(idempotency_key=["k1", "k2"]), CONTEXT)
         assert answer["statusCode"] == (201 if shape is load_balancer else 400)
@@ -224,7 +224,7 @@ class TestEverySource:
 
     @every_source
     def test_a_stale_etag_is_refused(self, guard: Guard, shape: Shape) -> None:
-        """If-Match: the function's own GET tells the resource's ETag now."""
+        """If-Match: the function's own GET returns the resource's present ETag."""
 
         def answer(event: Event) -> Event:
             asked = event.get("httpMethod") or event["requestContext"]["http"]["method"]
@@ -241,7 +241,7 @@ class TestEverySource:
     @every_source
     @pytest.mark.parametrize("header", ["if_none_match", "if_modified_since", "range"])
     def test_other_conditional_headers_are_not_sent_with_the_get(self, guard: Guard, shape: Shape, header: str) -> None:
-        """The resource would be unchanged (304), or in parts, and its ETag not found."""
+        """The GET would get 304 or a part, and the ETag would not be found."""
 
         def answer(event: Event) -> Event:
             asked = event.get("httpMethod") or event["requestContext"]["http"]["method"]
@@ -259,7 +259,7 @@ class TestEverySource:
     def test_inner_middleware_leaves_the_operation_to_the_outer(
         self, tmp_path: Path, shape: Shape, effect: Any
     ) -> None:
-        """The inner one would wait for the outer one, which waits for it."""
+        """The inner middleware would wait for the outer one, which waits for the inner."""
         function, contract = Function(), Contract(Rule("POST /refunds", effect=effect, wait="1s"))
         with closing(Guard(f"sqlite:///{tmp_path}/once.db")) as guard:
             door = function
@@ -271,7 +271,7 @@ class TestEverySource:
 
     @every_source
     def test_inner_middleware_with_another_key_guards_too(self, guard: Guard, shape: Shape) -> None:
-        """One order, asked for under two keys: only the inner door knows that it is the same."""
+        """One order under two keys: only the inner middleware knows that it is the same."""
         function, by_order = Function(), Contract(Rule("POST /refunds", key="body:/order"))
         inner = IdempotencyMiddleware(function, guard=guard, contract=by_order)
         door = IdempotencyMiddleware(inner, guard=guard)
@@ -279,8 +279,8 @@ class TestEverySource:
         assert [answer["statusCode"] for answer in answers] == [201, 201]
         assert len(function.events) == 1
 
-    def test_functions_request_to_itself_is_another_operation(self, guard: Guard) -> None:
-        """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
+    def test_functions_own_request_with_the_same_key_is_in_progress(self, guard: Guard) -> None:
+        """It is not taken for the running request, although it has the same key, and does not run beside it."""
         found: list[Any] = []
 
         def answer(event: Event) -> Event:
@@ -294,8 +294,8 @@ class TestEverySource:
 
     @every_source
     @pytest.mark.parametrize("answer", ["text", {"body": 1, "statusCode": 200}, {"statusCode": "x"}, ["list"]])
-    def test_an_answer_that_the_gateway_cannot_read_is_its_502(self, guard: Guard, shape: Shape, answer: Any) -> None:
-        """It is passed on as it is, and not kept; payload format 2.0 reads what has no statusCode as a body."""
+    def test_unreadable_answer_is_passed_on_and_not_kept(self, guard: Guard, shape: Shape, answer: Any) -> None:
+        """It is passed on unchanged, and not kept; payload format 2.0 reads a value without a statusCode as the body."""
         function = Function(answer)
         door = IdempotencyMiddleware(function, guard=guard)
         first, second = (door(shape(idempotency_key="k"), CONTEXT) for _ in range(2))
@@ -313,11 +313,11 @@ class TestEverySource:
 
 
 class TestForms:
-    """What is particular to one of them."""
+    """The differences between the forms of events."""
 
     @pytest.mark.parametrize("value", [None, [], {}, "text", {"id": 1}, 7, False])
     def test_format_2_takes_a_bare_value_for_the_body(self, guard: Guard, value: Any) -> None:
-        """Falsy ones, too."""
+        """This holds for falsy values, too."""
         function = Function(lambda event: value)
         door = IdempotencyMiddleware(function, guard=guard)
         first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))
@@ -334,7 +334,7 @@ class TestForms:
         assert header(second, "set-cookie") == []
 
     @pytest.mark.parametrize("multi", [False, True])
-    def test_a_load_balancer_gets_the_one_form_that_it_reads(self, guard: Guard, multi: bool) -> None:
+    def test_load_balancer_gets_headers_in_its_own_form(self, guard: Guard, multi: bool) -> None:
         door = IdempotencyMiddleware(Function(), guard=guard, contract=Contract(Rule("POST /refunds", key="required")))
         refused, first, second = (
             door(load_balancer(multi=multi, **headers), CONTEXT)
@@ -345,7 +345,7 @@ class TestForms:
         assert [set(each) & {"headers", "multiValueHeaders"} for each in (refused, second)] == [{form}, {form}]
         assert (refused["statusDescription"], second["statusDescription"]) == ("400 Bad Request", "201 Created")
 
-    def test_a_status_that_has_no_name_has_a_description(self, guard: Guard) -> None:
+    def test_unknown_status_has_a_description(self, guard: Guard) -> None:
         door = IdempotencyMiddleware(Function({"statusCode": 299, "body": ""}), guard=guard)
         answers = [door(load_balancer(idempotency_key="k"), CONTEXT) for _ in range(2)]
         assert answers[1]["statusDescription"] == "299 Unknown"
@@ -385,8 +385,8 @@ class TestCaller:
             ({"identity": {"cognitoIdentityId": "a"}}, {"identity": {"cognitoIdentityId": "b"}}),
         ],
     )
-    def test_it_is_who_the_gateway_says_whatever_the_signature(self, guard: Guard, one: Event, other: Event) -> None:
-        """A signed request has another Authorization header on every attempt, and is still the same caller's."""
+    def test_gateway_identity_is_the_principal(self, guard: Guard, one: Event, other: Event) -> None:
+        """A signed request has another Authorization header on every attempt, but the same caller."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         asked = [(one, "AWS4-HMAC-SHA256 1"), (one, "AWS4-HMAC-SHA256 2"), (other, "AWS4-HMAC-SHA256 2")]
@@ -403,14 +403,14 @@ class TestCaller:
             {"lambda": {"principalId": "a"}},
         ],
     )
-    def test_format_2_tells_it_in_other_places(self, guard: Guard, authorizer: Event) -> None:
+    def test_gateway_identity_in_format_2_is_the_principal(self, guard: Guard, authorizer: Event) -> None:
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         for token, who in (("t1", authorizer), ("t2", authorizer), ("t2", None)):
             door(http_api(idempotency_key="k", authorization=token, authorizer=who), CONTEXT)
         assert len(function.events) == 2
 
-    def test_an_own_function_counts_first(self, guard: Guard) -> None:
+    def test_principal_function_overrides_the_gateway(self, guard: Guard) -> None:
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard, principal=lambda event: event["headers"]["x-account"])
         for token in ("t1", "t2"):
@@ -458,11 +458,11 @@ class TestTime:
         assert longest_wait(None) is None
         assert longest_wait(6.0) == 3.0
 
-    def test_without_a_context_there_is_no_end(self) -> None:
+    def test_lease_is_not_shortened_without_a_context(self) -> None:
         assert time_left(None) is None
         assert time_left(Context(-1)) == 0.0
 
-    def test_the_record_says_until_when(self, guard: Guard) -> None:
+    def test_record_has_the_shortened_lease(self, guard: Guard) -> None:
         """The lease is the remaining time, rather than the rule's."""
         seen: list[float] = []
 
@@ -498,7 +498,7 @@ class TestTime:
 
     @pytest.mark.chaos
     def test_a_function_that_was_killed_leaves_an_unknown_outcome(self, tmp_path: Path) -> None:
-        """The next one runs into its lease while that lasts, and is told after it."""
+        """A retry gets `in_progress` during its lease, and `outcome_unknown` after it."""
         store = f"sqlite:///{tmp_path}/once.db"
         killed = subprocess.run([sys.executable, "-m", "tests.doors.lambda_killed", store, "5"], cwd=ROOT)
         assert killed.returncode == 9
@@ -535,8 +535,8 @@ class TestStoreDown:
         with pytest.raises(StoreUnavailable, match="another store"):
             door(http_api(idempotency_key="k"), CONTEXT)
 
-    def test_a_late_owner_answers_with_what_counts(self, guard: Guard) -> None:
-        """Frozen past its lease, it finds that another has settled."""
+    def test_late_owner_answers_with_its_successors_outcome(self, guard: Guard) -> None:
+        """It was frozen until after its lease, and another attempt has settled."""
         contract = Contract(Rule("POST /refunds", on_unknown="retry"))
 
         def frozen(event: Event, context: Any) -> Event:
@@ -551,7 +551,7 @@ class TestStoreDown:
         answer = door(http_api(idempotency_key="k"), CONTEXT)
         assert (answer["body"], header(answer, "idempotency-status")) == ("in time", ["replayed"])
 
-    def test_a_late_owner_without_a_successor_is_told_so(self, guard: Guard) -> None:
+    def test_late_owner_without_a_successor_is_refused(self, guard: Guard) -> None:
 
         def deleted(event: Event, context: Any) -> Event:
             guard.store.shift = 1000.0
@@ -563,7 +563,7 @@ class TestStoreDown:
 
 
 class Refused(Exception):
-    """What a driver raises when the database refuses a transaction for what others did."""
+    """Raised by a driver when the database refuses a transaction because of another one."""
 
     sqlite_errorcode = 5
 
@@ -585,7 +585,7 @@ class TestTransaction:
             return [id for (id,) in shop.execute("SELECT id FROM refunds")]
 
     def ask(self, file: Path, refused: int, times: int = 1) -> tuple[list[Event], list[Any]]:
-        """What the door answers, and what the function was given in each run; so many of them are refused."""
+        """Return the middleware's answer, and the event of each run; the database refuses *refused* of them."""
         runs: list[Any] = []
 
         def function(event: Event, context: Any) -> Event:
@@ -616,7 +616,7 @@ class TestMistakes:
             IdempotencyMiddleware(function, guard=guard)
 
     def test_answer_that_is_no_json_counts_as_502(self, guard: Guard) -> None:
-        """It happened: a rule that keeps everything keeps this, too."""
+        """The effect has happened, so a rule that keeps everything keeps this answer, too."""
         function = Function({"amount": object()})
         door = IdempotencyMiddleware(function, guard=guard, contract=Contract(Rule("POST /refunds", keep="all")))
         first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))

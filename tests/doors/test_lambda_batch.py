@@ -1,4 +1,4 @@
-"""SQS batches: each message once, however often it is delivered, and only what failed is delivered again."""
+"""SQS batches: each message is performed once, even if delivered again, and only failed messages are delivered again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def guard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guard]:
 
 
 class Work:
-    """Performs messages, except those whose body says that it cannot."""
+    """Performs messages, and fails on the messages whose body says so."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -48,13 +48,13 @@ def failures(answer: Event) -> list[str]:
 
 
 class TestStandardQueue:
-    def test_a_redelivered_batch_is_done_once(self, guard: Guard) -> None:
+    def test_redelivered_batch_is_performed_once(self, guard: Guard) -> None:
         work = Work()
         handler, event = each_message(guard)(work), batch(*(message(id=f"m{n}") for n in range(3)))
         assert [failures(handler(event, CONTEXT)) for _ in range(3)] == [[], [], []]
         assert work.done == ["m0", "m1", "m2"]
 
-    def test_only_what_failed_is_named_and_done_next_time(self, guard: Guard) -> None:
+    def test_only_failed_messages_are_reported_and_performed_again(self, guard: Guard) -> None:
         """A failure is not marked as performed."""
         work = Work()
         handler = each_message(guard)(work)
@@ -64,8 +64,8 @@ class TestStandardQueue:
         assert failures(handler(event, CONTEXT)) == []
         assert work.done == ["a", "c", "b"]
 
-    def test_the_same_message_at_once_is_done_once(self, guard: Guard) -> None:
-        """The one that lost is delivered again, and acknowledged then."""
+    def test_message_delivered_twice_concurrently_is_performed_once(self, guard: Guard) -> None:
+        """The second delivery fails, and is acknowledged when it comes again."""
         done, together = [], Barrier(2)
         handler = each_message(guard)(lambda message: done.append(message["messageId"]))
 
@@ -91,7 +91,7 @@ class TestStandardQueue:
         assert each_message(guard)(Work())(batch(), CONTEXT) == {"batchItemFailures": []}
 
     @pytest.mark.parametrize("event", [http_api(), {}, None, {"Records": [{"eventSource": "aws:s3"}]}])
-    def test_another_event_is_the_programmers_mistake(self, guard: Guard, event: Any) -> None:
+    def test_event_of_another_source_is_refused(self, guard: Guard, event: Any) -> None:
         with pytest.raises(ConfigurationError, match="SQS"):
             each_message(guard)(Work())(event, CONTEXT)
 
@@ -103,8 +103,8 @@ class TestStandardQueue:
 
 
 class TestKeys:
-    def test_a_template_names_what_the_sender_meant(self, guard: Guard) -> None:
-        """The sender sent it twice: two messages, one operation."""
+    def test_template_makes_one_operation_of_two_messages(self, guard: Guard) -> None:
+        """The sender sent the order twice: two messages, one operation."""
         work = Work()
         handler = each_message(guard, key="{body.orderId}")(work)
         twice = [message('{"orderId": 7}', id="a"), message('{ "orderId": 7.0 }', id="b")]
@@ -114,7 +114,7 @@ class TestKeys:
     def test_another_payload_under_the_same_key_is_flagged(
         self, guard: Guard, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Neither performed nor silently dropped."""
+        """It is not performed, and not silently dropped."""
         work = Work()
         handler = each_message(guard, key="{body.orderId}")(work)
         event = batch(message('{"orderId": 7, "n": 1}', id="a"), message('{"orderId": 7, "n": 2}', id="b"))
@@ -122,7 +122,7 @@ class TestKeys:
         assert work.done == ["a"]
         assert "The message b was refused" in caplog.text
 
-    def test_attributes_may_name_it(self, guard: Guard) -> None:
+    def test_template_may_name_an_attribute(self, guard: Guard) -> None:
         work = Work()
         by_sender = each_message(guard, key="{header.Order-Id}")(work)
         by_sender(batch(message(id="a", **{"Order-Id": "7"}), message(id="b", **{"order-id": "7"})), CONTEXT)
@@ -131,8 +131,8 @@ class TestKeys:
         by_queue(batch(spoofed, message(id="c", group="g")), CONTEXT)
         assert work.done == ["a", "c"]
 
-    def test_a_window_is_of_when_the_message_was_sent(self, guard: Guard) -> None:
-        """A delivery in the next window is still the same operation."""
+    def test_window_is_of_the_time_of_sending(self, guard: Guard) -> None:
+        """A second delivery in the next window is the same operation."""
         work = Work()
         handler = each_message(guard, key="{body.order}:{window:1s}")(work)
         for _ in range(2):
@@ -142,7 +142,7 @@ class TestKeys:
         handler(batch(later), CONTEXT)
         assert work.done == ["a", "b"]
 
-    def test_a_function_may_name_it(self, guard: Guard) -> None:
+    def test_key_function_names_the_operation(self, guard: Guard) -> None:
         work = Work()
         handler = each_message(guard, key=lambda message: message["body"])(work)
         handler(batch(message("same", id="a"), message("same", id="b")), CONTEXT)
@@ -165,13 +165,13 @@ class TestKeys:
                 assert failures(handler(batch(message(body, id="m")), CONTEXT)) == []
         assert done == [body]
 
-    def test_a_template_with_a_mistake_is_told_at_start_up(self, guard: Guard) -> None:
+    def test_template_with_a_mistake_is_refused_at_start(self, guard: Guard) -> None:
         with pytest.raises(ConfigurationError):
             each_message(guard, key="{bdy.orderId}")(Work())
 
 
 class TestFifoQueue:
-    def test_what_follows_a_failure_in_its_group_keeps_its_place(self, guard: Guard) -> None:
+    def test_messages_after_a_failure_in_their_group_wait(self, guard: Guard) -> None:
         """Order within a group is kept, and one group does not hold up another."""
         work = Work()
         handler = each_message(guard)(work)
@@ -187,7 +187,7 @@ class TestFifoQueue:
         assert failures(handler(event, CONTEXT)) == []
         assert work.done == ["a1", "b1", "b2", "a2", "a3"]
 
-    def test_groups_of_a_queue_without_order_hold_nothing_up(self, guard: Guard) -> None:
+    def test_failure_in_a_queue_without_order_delays_no_message(self, guard: Guard) -> None:
         work = Work()
         event = batch(message('{"poison": 1}', id="a"), message(id="b"))
         for each in event["Records"]:
@@ -219,7 +219,7 @@ class TestTime:
         each_message(guard)(work)(batch(message()), Context(5))
         assert 5 <= leases[0] <= 6
 
-    def test_without_a_context_all_are_done(self, guard: Guard) -> None:
+    def test_all_messages_are_performed_without_a_context(self, guard: Guard) -> None:
         work = Work()
         each_message(guard)(work)(batch(message(id="m")), None)
         assert work.done == ["m"]
@@ -233,7 +233,7 @@ class TestPolicy:
         assert record.remaining > 13.9 * 86400
         assert each_message(guard, ttl="1h")(Work()).policy.ttl == 3600
 
-    def test_a_rejected_duplicate_is_done_with(self, guard: Guard) -> None:
+    def test_rejected_duplicate_is_acknowledged(self, guard: Guard) -> None:
         work = Work()
         handler = each_message(guard, on_duplicate="reject")(work)
         assert [failures(handler(batch(message(id="m")), CONTEXT)) for _ in range(2)] == [[], []]
@@ -256,7 +256,7 @@ class TestPolicy:
 
 def test_an_async_function_is_refused_before_a_message_is_lost(guard: Guard) -> None:
     async def function(message: Event) -> None:
-        """Nobody would await it, and its message would count as done."""
+        """Is never awaited, so its message would count as performed."""
 
     with pytest.raises(ConfigurationError, match=r"asyncio\.run"):
         each_message(guard)(function)
@@ -264,7 +264,7 @@ def test_an_async_function_is_refused_before_a_message_is_lost(guard: Guard) -> 
 
 
 def test_batch_setup_fault_is_raised_at_decoration(guard: Guard) -> None:
-    """And a window that outlasts its outcome: once a month would be once in two weeks."""
+    """One fault is a window longer than the retention: "once a month" would be once in two weeks."""
 
     def perform(message: Any) -> None:
         pass
@@ -278,8 +278,8 @@ def test_batch_setup_fault_is_raised_at_decoration(guard: Guard) -> None:
         each_message("memory://")  # type: ignore[arg-type]
 
 
-def test_what_is_not_kept_is_delivered_again(guard: Guard) -> None:
-    """A rule that keeps successes only says that an error is none, though it is an outcome."""
+def test_message_without_a_kept_outcome_is_delivered_again(guard: Guard) -> None:
+    """A policy that keeps only successes releases an error, so its message was not performed."""
     done: list[str] = []
 
     def function(message: Event) -> None:
@@ -292,7 +292,9 @@ def test_what_is_not_kept_is_delivered_again(guard: Guard) -> None:
 
 
 @pytest.mark.parametrize("key", [None, 7, ""])
-def test_a_key_function_that_gives_no_key_is_told_of(guard: Guard, key: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_message_fails_if_its_key_function_gives_no_key(
+    guard: Guard, key: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     work = Work()
     assert failures(each_message(guard, key=lambda message: key)(work)(batch(message(id="m1")), CONTEXT)) == ["m1"]
     assert work.done == []

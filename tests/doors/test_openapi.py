@@ -1,4 +1,4 @@
-"""The contract, written into any OpenAPI document: valid, complete, and nothing of the document's own lost."""
+"""The contract in an OpenAPI document: the document stays valid and keeps its own parts, and all rules are shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oncemore._contract.profiles import PROFILES
 from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, OncemoreError
 from oncemore.web.openapi import enrich, resolved
-from oncemore.web.openapi.parts import REFUSALS, spelt
+from oncemore.web.openapi.parts import REFUSALS, in_words
 
 PLAIN: dict[str, Any] = {
     "openapi": "3.1.0",
@@ -99,7 +99,7 @@ class TestEveryRule:
         assert before == PLAIN
 
     @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-    def test_what_comes_out_shares_nothing_with_the_next(self, rule: dict[str, Any]) -> None:
+    def test_enriched_documents_share_no_objects(self, rule: dict[str, Any]) -> None:
         before = enriched(rule)
         spoil(enriched(rule))
         assert enriched(rule) == before
@@ -127,7 +127,7 @@ class TestEveryRule:
 
 
 def spoil(value: Any) -> None:
-    """Empty every table and list, from the inside."""
+    """Empty every table and list in the document."""
     children = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
     for child in children:
         spoil(child)
@@ -151,7 +151,7 @@ class TestKey:
         assert not check(str(uuid.uuid1()))
 
     @pytest.mark.parametrize(("key", "valid"), [("abc", True), ("abc1", False), ("", False)])
-    def test_a_pattern_is_of_the_whole_key(self, key: str, valid: bool) -> None:
+    def test_pattern_matches_the_whole_key(self, key: str, valid: bool) -> None:
         (parameter,) = refund(enriched(RULES["regex"]))["parameters"]
         assert Draft202012Validator(parameter["schema"]).is_valid(key) is valid
 
@@ -170,7 +170,7 @@ class TestKey:
         assert operation["x-idempotency"]["key"] == expected
         assert "parameters" not in operation
 
-    def test_a_key_made_by_a_template_is_told_too(self) -> None:
+    def test_key_made_by_a_template_is_described(self) -> None:
         operation = refund(enriched(RULES["template"]))
         assert "{window:1h}" in operation["description"]
         assert operation["x-idempotency"]["key"]["template"] == "{principal}:{body.subjectId}:{window:1h}"
@@ -189,7 +189,7 @@ class TestKey:
         assert (key["name"], key["description"], key["required"]) == ("idempotency-key", "Ours", True)
         assert key["schema"]["maxLength"] == 255
 
-    def test_the_other_headers_that_a_rule_reads(self) -> None:
+    def test_other_headers_of_a_rule_are_documented(self) -> None:
         azure = refund(enrich(PLAIN, Contract(profile="azure")))["parameters"]
         assert [each["name"] for each in azure] == ["Repeatability-Request-ID", "Repeatability-First-Sent"]
         conditional = refund(enriched(RULES["conditional"]))["parameters"]
@@ -200,7 +200,7 @@ class TestKey:
 
 
 class TestResponses:
-    def test_the_operations_own_tell_how_they_came_and_until_when(self) -> None:
+    def test_own_responses_have_the_status_and_expiry_headers(self) -> None:
         made = refund(enriched({}))["responses"]["201"]
         assert made["headers"]["Idempotency-Status"]["schema"]["enum"] == ["stored", "replayed", "unstored"]
         assert "Idempotency-Expires" in made["headers"]
@@ -233,16 +233,16 @@ class TestResponses:
         document = enriched({"on_mismatch": 422})
         assert codes(document, refund(document))["422"] == ["CONFLICT.idempotency.payload_mismatch"]
 
-    def test_a_repeat_of_what_runs_is_accepted(self) -> None:
+    def test_duplicate_of_a_running_operation_is_documented(self) -> None:
         document = enriched(RULES["accepted"])
         assert set(refund(document)["responses"]["202"]["headers"]) == {"Location", "Retry-After"}
         assert "CONFLICT.idempotency.in_progress" not in codes(document, refund(document))["409"]
 
-    def test_a_repeat_that_is_answered_with_200_has_that_response(self) -> None:
+    def test_replay_with_status_200_is_documented(self) -> None:
         assert refund(enriched(RULES["no-op"]))["responses"]["200"]["description"] == "It was performed before."
         assert "application/json" in refund(enriched(RULES["two hundred"]))["responses"]["200"]["content"]
 
-    def test_what_the_operation_says_of_the_same_status_stays(self) -> None:
+    def test_own_response_of_the_same_status_is_kept(self) -> None:
         own = {"description": "Sold out", "content": {"application/problem+json": {"schema": {"type": "object"}}}}
         document = copy.deepcopy(PLAIN)
         refund(document)["responses"] |= {
@@ -277,27 +277,27 @@ class TestResponses:
         document["components"] = {"responses": {"Loop": {"$ref": "#/components/responses/Loop"}}}
         assert refund(enriched({}, document))["responses"]["409"] == {"$ref": target}
 
-    def test_operations_share_what_they_have_in_common(self) -> None:
+    def test_operations_share_equal_responses(self) -> None:
         one, two = (enrich(PLAIN, Contract(Rule(f"POST {path}"), undeclared="pass")) for path in PLAIN["paths"])
         both = enrich(PLAIN, Contract(*(Rule(f"POST {path}") for path in PLAIN["paths"])))
         assert both["components"]["responses"] == one["components"]["responses"] == two["components"]["responses"]
 
 
 class TestExtension:
-    def test_retention_and_the_rest_are_for_programs_to_read(self) -> None:
+    def test_extension_has_the_settings_for_programs(self) -> None:
         operation = refund(enriched(RULES["required"]))
         told = operation["x-idempotency"]
         assert (told["name"], told["ttl"], told["scope"]) == ("refunds.create", 2592000, "principal")
         assert (told["in_flight"], told["wait"], told["on_mismatch"]) == ("wait", 10, 409)
         assert operation["x-retry"] == {"preset": "user_facing"}
 
-    def test_what_is_not_idempotent_says_so_and_nothing_else(self) -> None:
+    def test_operation_that_is_not_idempotent_is_marked(self) -> None:
         document = enriched(RULES["unguarded"])
         assert refund(document)["x-idempotency"] == {"name": "POST /refunds", "idempotent": False}
         assert list(refund(document)["responses"]) == ["201"]
         assert "components" not in document
 
-    def test_a_function_of_our_own_is_not_named(self) -> None:
+    def test_functions_are_shown_as_custom(self) -> None:
         told = refund(enriched(RULES["own functions"]))["x-idempotency"]
         assert (told["scope"], told["keep"]) == ("custom", "custom")
         assert "builtins" not in repr(told)
@@ -306,14 +306,14 @@ class TestExtension:
         ("seconds", "words"), [(86400, "1 day"), (5400, "90 minutes"), (7200, "2 hours"), (0.5, "0.5 seconds")]
     )
     def test_durations_are_spelt(self, seconds: float, words: str) -> None:
-        assert spelt(seconds) == words
+        assert in_words(seconds) == words
 
 
 class TestMatching:
     def test_reads_are_never_touched(self) -> None:
         assert enriched({})["paths"]["/refunds"]["get"] == PLAIN["paths"]["/refunds"]["get"]
 
-    def test_what_no_rule_names_follows_undeclared(self) -> None:
+    def test_undeclared_operation_follows_the_setting(self) -> None:
         path = "/matches/{id}/messages"
         rule = Rule("POST /refunds")
         keyed = enrich(PLAIN, Contract(rule))["paths"][path]["post"]
@@ -327,12 +327,12 @@ class TestMatching:
         assert enrich(PLAIN, contract) == PLAIN
         assert refund(enrich(PLAIN, contract, prefix="/v1"))["parameters"][0]["required"]
 
-    def test_the_lookup_is_documented_where_it_is_asked_for(self) -> None:
+    def test_status_lookup_is_documented_with_a_status_path(self) -> None:
         document = enriched({}, status_path="/idempotency")
         assert set(document["paths"]["/idempotency"]["get"]["responses"]) == {"200", "400", "401", "404", "503", "504"}
         assert "/idempotency" not in enriched(RULES["unguarded"], status_path="/idempotency")["paths"]
 
     @pytest.mark.parametrize("document", [{}, {"swagger": "2.0", "paths": {}}, {"openapi": "2.0"}])
-    def test_what_is_not_openapi_3_is_refused(self, document: dict[str, Any]) -> None:
+    def test_other_version_than_openapi_3_is_refused(self, document: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match="OpenAPI 3"):
             enrich(document, Contract())

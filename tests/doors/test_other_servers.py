@@ -1,4 +1,4 @@
-"""The recipes on the page about other servers, served as they stand there, and `oncemore.web.http` by itself."""
+"""The recipes on the page about other servers, served unchanged, and `oncemore.web.http` by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADERS = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
 
 @contextmanager
 def in_a_loop(start: Callable[[Any], Any]) -> Iterator[str]:
-    """The URL of a server that *start* starts, given its app, on an event loop in a thread."""
+    """Run *start*, which starts a server, on an event loop in a thread, and yield the server's URL."""
     loop = asyncio.new_event_loop()
     port, stop = loop.run_until_complete(start(loop))
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -202,6 +202,6 @@ def test_http_database_refusal_is_503(tmp_path: Path) -> None:
 def test_perform_that_gives_no_response_frees_the_key() -> None:
     door = Idempotency(guard=Guard("memory://"))
     asked = Request("POST", "/pay", "", [("idempotency-key", "k"), ("authorization", "a")], b"{}")
-    with pytest.raises(TypeError, match="let it return a Response"):
+    with pytest.raises(TypeError, match="return a Response or a Streamed"):
         door.run(asked, lambda: None)  # type: ignore[arg-type, return-value]
     assert door.run(asked, lambda: Response(201, [], b"made")).status == 201

@@ -94,5 +94,5 @@ def test_no_profile_is_left_out(table: str) -> None:
 
 
 def test_the_page_in_the_documentation_is_current(script: dict[str, Any]) -> None:
-    """Where it is not: python docs/_generate/profiles.py"""
+    """If it is not, run: python docs/_generate/profiles.py"""
     assert script["PAGE"].read_text() == script["page"]()

@@ -1,4 +1,4 @@
-"""New keys per principal: so many in a window, and not one more; what was seen before is never counted."""
+"""The rate of new keys per principal: above it, keys are refused; retries and replays are never counted."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class TestOverHttp:
         assert found == ["stored", *["replayed"] * 5]
         assert (after, len(paid)) == ([201, 201, 429], 3)
 
-    def test_a_retry_of_what_failed_is_no_new_key(self, guard: Guard) -> None:
+    def test_retry_of_a_failure_is_not_counted(self, guard: Guard) -> None:
         with served(guard) as (client, _):
             retried = [client.post("/pay/1", headers=keyed("fail")).status_code for _ in range(3)]
             after = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
         assert (retried, after) == ([503, 503, 201], [201, 201, 429])
 
-    def test_a_refused_key_is_as_new_as_before(self, guard: Guard) -> None:
+    def test_refused_key_is_still_new(self, guard: Guard) -> None:
         with served(guard, Rule("POST /pay/{id}", rate="1/300d")) as (client, paid):
             client.post("/pay/1", headers=keyed("first"))
             again = [client.post("/pay/1", headers=keyed("second")).status_code for _ in range(3)]
@@ -97,7 +97,7 @@ class TestOverHttp:
             statuses = [client.post(path, headers=keyed(f"k{path[:9]}")).status_code for path in paths]
         assert statuses == [201, 201, 201, 429]
 
-    def test_each_principal_has_its_own(self, guard: Guard) -> None:
+    def test_each_principal_has_its_own_rate(self, guard: Guard) -> None:
         with served(guard, Rule("POST /pay/{id}", rate="1/300d")) as (client, _):
             asked = [("k1", "alice"), ("k2", "alice"), ("k1", "bob"), ("k2", "bob")]
             found = [client.post("/pay/1", headers=keyed(key, Authorization=who)) for key, who in asked]
@@ -124,7 +124,7 @@ class TestOverHttp:
 
 
 class TestNewKeys:
-    def test_when_to_come_back_is_within_the_window(self) -> None:
+    def test_retry_after_is_within_the_window(self) -> None:
         keys, rule = NewKeys(), Rule("POST /pay", rate="1/1h")
         keys.admit(rule, "alice")
         with pytest.raises(RateLimited) as refused:
@@ -147,11 +147,11 @@ class TestNewKeys:
             await Admission(there, THREE, redis_prefix).arun()
 
     @pytest.mark.parametrize("storage", ["nowhere://", "", "sqlite:///file", "async+memory://"])
-    def test_a_storage_that_is_none_is_refused_at_start_up(self, storage: str) -> None:
+    def test_unknown_storage_is_refused_at_start(self, storage: str) -> None:
         with pytest.raises(ConfigurationError, match="cannot count"):
             NewKeys(storage)
 
-    def test_a_password_is_not_told(self) -> None:
+    def test_password_is_not_in_the_error(self) -> None:
         with pytest.raises(ConfigurationError) as refused:
             NewKeys("nowhere://user:secret@host")
         assert (
@@ -162,22 +162,20 @@ class TestNewKeys:
 
 
 class TestStartUp:
-    def test_without_the_package_the_command_that_installs_it_is_told(
-        self, guard: Guard, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_missing_package_is_named_with_its_command(self, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "limits", None)
         monkeypatch.setitem(sys.modules, "limits.errors", None)
         with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[limits\]'"):
             Door(None, guard=guard, contract=Contract(THREE))
         assert Door(None, guard=guard, contract=Contract(Rule("POST /pay"))).rates is None
 
-    def test_a_rule_that_a_door_finds_late_is_counted_nonetheless(self, guard: Guard) -> None:
+    def test_rule_found_after_the_start_is_counted(self, guard: Guard) -> None:
         door = Door(None, guard=guard)
         assert door.rates is None
         door.contract.add(THREE)
         door.rules_declared()
         assert isinstance(door.rates, NewKeys)
 
-    def test_an_own_counter_is_taken_instead(self, guard: Guard) -> None:
+    def test_own_counter_replaces_the_default(self, guard: Guard) -> None:
         own = NewKeys()
         assert Door(None, guard=guard, contract=Contract(THREE), rates=own).rates is own

@@ -1,4 +1,4 @@
-"""Shadow mode: with `enforce=False` no answer changes, and what would have been done is reported."""
+"""Shadow mode: with `enforce=False` no answer changes, and verdicts are reported."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def serve(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("where", ["middleware", "rule"])
 def test_shadow_changes_no_answer_and_reports_verdicts(serve: Callable[..., Any], where: str, tmp_path: Path) -> None:
-    """The same story with and without the middleware in front gets the same answers, header by header."""
+    """The same requests with and without the middleware get the same answers, header by header."""
     events: list[Event] = []
     url = f"sqlite:///{tmp_path}/once.db"
     guard = Guard(url, observers=[events.append])
@@ -220,7 +220,7 @@ def test_shadow_survives_a_ledger_that_is_down(tmp_path: Path) -> None:
 
 
 def test_shadow_pauses_while_the_ledger_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ledger that is down is asked once in a while, not by every request, which would wait for its timeout."""
+    """Only one request in a while asks a ledger that is down, because it waits for the timeout."""
     now, asked = 1000.0, 0
 
     class Down(MemoryStore):

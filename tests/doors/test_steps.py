@@ -1,4 +1,4 @@
-"""Steps behind the HTTP doors: a request that failed half-way is gone on with by its retry, or by the completer."""
+"""Steps behind the HTTP middlewares: a retry, or the completer, continues a request that failed half-way."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ NO_PAUSE = Backoff(base=0.0, cap=0.0)
 
 
 class Shop:
-    """Orders, by either kind of app.  *fails* are the places where it goes wrong, once each."""
+    """Takes orders, in an ASGI and a WSGI app.  *fails* are the places at which it fails, once each."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -116,7 +116,7 @@ KINDS = pytest.mark.parametrize("kind", ["asgi", "wsgi"])
 
 
 @KINDS
-def test_a_retry_goes_on_behind_the_last_checkpoint(shop: Shop, kind: str) -> None:
+def test_retry_continues_after_the_last_checkpoint(shop: Shop, kind: str) -> None:
     shop.fails = ["after reserve", "after charge"]
     with served(shop, kind) as client:
         assert [post(client).status_code for _ in range(4)] == [500, 500, 201, 201]
@@ -127,7 +127,7 @@ def test_a_retry_goes_on_behind_the_last_checkpoint(shop: Shop, kind: str) -> No
 
 @KINDS
 def test_completer_calls_the_app_with_the_kept_request(shop: Shop, kind: str) -> None:
-    """The key stays its owner's, though the owner's credentials are not kept."""
+    """The key still belongs to its owner, whose credentials are not stored."""
     shop.fails = ["after reserve"]
     with served(shop, kind) as client:
         assert post(client).status_code == 500
@@ -151,7 +151,7 @@ def test_a_final_failure_is_undone_before_it_is_answered(shop: Shop, kind: str) 
 
 
 @KINDS
-def test_it_is_given_up_after_so_many_attempts(shop: Shop, kind: str) -> None:
+def test_operation_fails_for_good_after_its_last_attempt(shop: Shop, kind: str) -> None:
     shop.fails = ["after reserve"]
     with served(shop, kind) as client:
         assert post(client).status_code == 500
@@ -185,14 +185,14 @@ def test_blocking_endpoint_takes_steps_on_its_thread(shop: Shop, tmp_path: Path)
         assert connection.execute("SELECT count(*) FROM orders").fetchone() == (1,)
 
 
-def test_a_client_cannot_say_that_it_is_the_completer(shop: Shop) -> None:
+def test_client_cannot_pose_as_the_completer(shop: Shop) -> None:
     with served(shop, "asgi") as client:
         answer = client.post("/orders/7", json={"amount": 1}, headers={"oncemore.redriven": "k"})
     assert answer.json()["error_code"] == "VALIDATION.idempotency.key_missing"
 
 
 def test_resumed_request_has_no_disconnected_client(shop: Shop) -> None:
-    """Apps that stop when nobody listens any more would never get to the end."""
+    """An app that stops for a lost client would never finish."""
     connected: list[bool] = []
 
     async def pay(request: Request) -> JSONResponse:
@@ -215,13 +215,13 @@ def test_resumed_request_has_no_disconnected_client(shop: Shop) -> None:
 @pytest.mark.parametrize(
     "name", ["authorization", "cookie", "x-api-key", "x-forwarded-access-token", "x-goog-iap-jwt-assertion"]
 )
-def test_what_lets_its_bearer_in_is_not_kept(name: str) -> None:
+def test_credentials_are_not_stored_with_the_request(name: str) -> None:
     kept = kept_request(http.Request("POST", "/orders/7", "", [(name, "secret"), ("x-tenant", "t1")], b"{}"))
     assert kept["headers"] == [["x-tenant", "t1"]]
 
 
-async def test_after_its_response_a_redriven_request_is_over(shop: Shop) -> None:
-    """Whoever waits for the client to leave must not wait for ever."""
+async def test_redriven_request_disconnects_after_its_response(shop: Shop) -> None:
+    """An app that waits for its client to leave must not wait for ever."""
     over: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -248,10 +248,10 @@ CHANGED = [
 
 @KINDS
 @pytest.mark.parametrize("contract", CHANGED)
-def test_where_its_rule_has_changed_nothing_is_begun_anew(
+def test_unfinished_operation_is_not_begun_anew_under_a_changed_rule(
     shop: Shop, kind: str, contract: Contract, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To the app's new rule it would be a stranger's first request: it would be charged again, from the beginning."""
+    """Under the app's new rule it would be a new operation, and would be charged again."""
     shop.fails = ["after charge"]
     with served(shop, kind) as client:
         assert post(client).status_code == 500
@@ -276,7 +276,7 @@ def test_an_app_may_be_mounted_below_a_prefix(shop: Shop, kind: str) -> None:
 
 
 def mounted(app: Any) -> Any:
-    """As a server that has the app below a prefix calls it."""
+    """Calls the app like a server that has it below a prefix."""
 
     def below(environ: Any, start_response: Any) -> Any:
         path = environ["PATH_INFO"].removeprefix("/api")
@@ -295,7 +295,7 @@ def test_an_async_app_needs_the_awaited_forms(shop: Shop, caplog: pytest.LogCapt
 
 
 @KINDS
-def test_a_django_project_is_gone_on_with_too(kind: str) -> None:
+def test_completer_continues_a_django_request(kind: str) -> None:
     command = [sys.executable, "-m", "tests.doors.redriven_django", kind]
     with Program(command, stdout=subprocess.PIPE) as process:
         assert json.loads(process.communicate(timeout=60)[0]) == [500, 1, ["reserve", "charge"]]

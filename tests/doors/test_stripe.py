@@ -118,7 +118,7 @@ def test_stripe_account_is_part_of_the_scope(url: str, shop: Shop) -> None:
 
 
 def test_problem_function_replaces_error_bodies() -> None:
-    """On any middleware, for any error; if it fails itself, the problem document is sent."""
+    """It works on any middleware, for any error; if the function fails, the problem document is sent."""
     guard, contract = Guard("memory://"), Contract(Rule("POST /x", key="required"))
     app = Starlette(routes=[Route("/x", lambda request: JSONResponse({}), methods=["POST"])])
 

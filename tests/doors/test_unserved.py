@@ -1,4 +1,4 @@
-"""A rule whose path has a slip guards nothing: the middlewares warn of it when the app starts."""
+"""A rule with a typing error in its path guards nothing: the middlewares warn of it when the app starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The WSGI door with apps of every shape that PEP 3333 allows, under every server, on real sockets."""
+"""The WSGI middleware with apps of all shapes that PEP 3333 allows, under every server, on real sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READ_CHUNKS = [server for server in SERVERS if server != "wsgiref"]
 
 @pytest.fixture(scope="module", params=SERVERS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the app is served, by each server in turn."""
+    """The URL of the app, on each server in turn."""
     store = f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db"
     if request.param in IN_A_THREAD:
         door = guarded(store)
@@ -43,7 +43,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 class Caller:
-    """Asks the same thing again and again, under a key of its own."""
+    """Sends the same request repeatedly, under a key of its own."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -57,7 +57,7 @@ class Caller:
 
     @property
     def told(self) -> list[str]:
-        """What the app says has happened."""
+        """Return the events that the app has noted."""
         return client.get(self.url + self.target("/told")).json()  # type: ignore[no-any-return]
 
     @property
@@ -99,7 +99,7 @@ def test_whole_response_is_kept_in_every_form(caller: Caller, path: str, status:
 
 
 def test_an_app_may_call_start_response_with_its_first_chunk(caller: Caller) -> None:
-    """And code in a generator knows its operation."""
+    """Code in its generator has the current operation."""
     first, second = caller.ask("/late"), caller.ask("/late")
     assert first.content == second.content == b"one " + caller.key[:3].encode()
     assert caller.runs == 1
@@ -120,7 +120,7 @@ def test_stream_or_large_response_is_delivered_and_not_repeated(caller: Caller, 
     assert caller.runs == 1
 
 
-def test_a_released_stream_runs_again(caller: Caller) -> None:
+def test_released_stream_runs_again(caller: Caller) -> None:
     for number in (1, 2):
         assert caller.ask("/released/stream").content == b"one two"
         until(lambda number=number: caller.told == ["run", "closed"] * number)  # type: ignore[misc]
@@ -138,8 +138,8 @@ def test_a_released_stream_keeps_its_lease_while_it_lasts(caller: Caller) -> Non
 
 
 @pytest.mark.parametrize("path", ["/raises", "/raises-inside", "/starts-twice", "/never-starts", "/body-first"])
-def test_an_app_that_fails_may_be_asked_again(caller: Caller, path: str) -> None:
-    """The server answers as it does without us."""
+def test_failed_request_runs_again(caller: Caller, path: str) -> None:
+    """The server answers as it does without the middleware."""
     assert [caller.ask(path).status_code for _ in range(2)] == [500, 500]
     assert caller.runs == 2
     assert caller.told.count("closed") == (2 if path == "/raises-inside" else 0)
@@ -147,7 +147,7 @@ def test_an_app_that_fails_may_be_asked_again(caller: Caller, path: str) -> None
 
 @pytest.mark.parametrize("path", ["/broken-stream", "/fails-late"])
 def test_a_stream_that_breaks_off_is_not_repeated(caller: Caller, path: str) -> None:
-    """Something of it was with the client already, and its server cuts the response off."""
+    """The client has received a part of it, and the server cuts the response off."""
     with RawConnection(caller.url) as connection:
         connection.send(head("POST", caller.target(path), fields(caller, ("Content-Length", "0"))))
         start = connection.start()
@@ -197,14 +197,14 @@ def fields(caller: Caller, *more: tuple[str, str]) -> list[tuple[str | bytes, st
     return [*usual, *more]
 
 
-def test_the_app_reads_the_body_as_if_nobody_had(caller: Caller) -> None:
+def test_app_can_read_the_body_again(caller: Caller) -> None:
     """An app that reads without a limit must not wait for more."""
     assert caller.ask("/reads", content=b"x" * 100_000).content == b"100000 of 100000"
     assert Caller(caller.url).ask("/reads").content == b"0 of 0"
 
 
 def test_chunked_body_is_read_whole_or_refused(caller: Caller, request: pytest.FixtureRequest) -> None:
-    """A server that does not read chunked bodies would show an empty one: then nothing runs."""
+    """A server that does not read chunked bodies would pass an empty one on, so nothing runs."""
     with RawConnection(caller.url) as connection:
         request_head = head("POST", caller.target("/reads"), fields(caller, ("Transfer-Encoding", "chunked")))
         connection.send(request_head + chunked(b"one ", b"two"))
@@ -217,8 +217,8 @@ def test_chunked_body_is_read_whole_or_refused(caller: Caller, request: pytest.F
 
 
 @pytest.mark.parametrize("length", ["x", "-1", "+7", "1_0", "7.0"])
-def test_a_length_that_is_none_is_refused(caller: Caller, length: str) -> None:
-    """By the door, where the server lets it pass."""
+def test_malformed_content_length_is_refused(caller: Caller, length: str) -> None:
+    """The middleware refuses it if the server lets it pass."""
     with RawConnection(caller.url) as connection:
         connection.send(head("POST", caller.target("/reads"), fields(caller, ("Content-Length", length))))
         assert connection.response().status == 400
@@ -253,7 +253,7 @@ def test_a_body_over_the_limit_is_refused(caller: Caller, headers: dict[str, str
 
 
 def test_two_lines_of_one_key_are_refused(caller: Caller) -> None:
-    """A WSGI server folds them into one."""
+    """A WSGI server joins them into one."""
     with RawConnection(caller.url) as connection:
         lines = [("Idempotency-Key", "other"), ("Content-Length", "0")]
         connection.send(head("POST", caller.target("/whole"), fields(caller, *lines)))
@@ -261,8 +261,8 @@ def test_two_lines_of_one_key_are_refused(caller: Caller) -> None:
     assert caller.runs == 0
 
 
-def test_a_request_that_is_sent_elsewhere_keeps_its_key(caller: Caller) -> None:
-    """A client that follows a 308 sends the same key; what was only redirected has not been done."""
+def test_redirect_308_is_not_recorded(caller: Caller) -> None:
+    """A client that follows a 308 sends the same key, and the redirected request was not performed."""
     first = caller.ask("/moves")
     assert (first.status_code, said(first)) == (308, "unstored")
     done = caller.ask("/moves", follow_redirects=True)
@@ -272,7 +272,7 @@ def test_a_request_that_is_sent_elsewhere_keeps_its_key(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_the_status_of_an_operation_is_told_and_nothing_runs(caller: Caller, method: str) -> None:
+def test_status_lookup_performs_nothing(caller: Caller, method: str) -> None:
     caller.ask("/whole")
     query = {"operation": "POST /whole", "key": caller.key}
     found = asked(caller.url, "/idempotency", None, method=method, params=query)
@@ -284,8 +284,8 @@ def test_the_status_of_an_operation_is_told_and_nothing_runs(caller: Caller, met
 
 
 @pytest.mark.parametrize("workers", [("-w", "3"), ("-w", "2", "--threads", "4", "--preload")])
-def test_of_many_at_once_one_runs_in_whichever_process(tmp_path: Path, workers: tuple[str, ...]) -> None:
-    """Also where the guard was used before gunicorn forked its workers."""
+def test_concurrent_requests_run_once_across_processes(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    """This holds even if the guard was used before gunicorn forked its workers."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.doors.apps_quirks:make()", *workers, **environment) as server, ThreadPoolExecutor(24) as pool:
         keys = [uuid.uuid4().hex for _ in range(3)] * 8
@@ -297,7 +297,7 @@ def test_of_many_at_once_one_runs_in_whichever_process(tmp_path: Path, workers: 
 
 
 def test_after_a_worker_was_killed_the_outcome_is_unknown(tmp_path: Path) -> None:
-    """With `hold`, nothing runs until somebody has decided."""
+    """With `hold`, nothing runs until the operation is resolved."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.doors.apps_quirks:make()", **environment) as server:
         with pytest.raises(httpx.HTTPError):
@@ -309,7 +309,7 @@ def test_after_a_worker_was_killed_the_outcome_is_unknown(tmp_path: Path) -> Non
 
 
 def test_worker_killed_for_slowness_leaves_an_unknown_outcome(tmp_path: Path) -> None:
-    """Gunicorn interrupts it, and that is told at once."""
+    """Gunicorn interrupts it, and a retry immediately gets `outcome_unknown`."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.doors.apps_quirks:make()", "--timeout", "1", **environment) as server:
         assert asked(server.url, "/hangs?case=1", "a key").status_code == 500
@@ -318,8 +318,8 @@ def test_worker_killed_for_slowness_leaves_an_unknown_outcome(tmp_path: Path) ->
     assert (tmp_path / "log").read_text() == "1 run\n"
 
 
-def test_redirect_307_is_no_outcome_under_asgi() -> None:
-    """Starlette's router answers with 307 where a slash is missing."""
+def test_redirect_307_is_not_recorded_under_asgi() -> None:
+    """Starlette's router answers with 307 if a slash is missing."""
     with uvicorn("tests.doors.apps_slash:app") as server:
         answers = [asked(server.url, "/orders", "a", follow_redirects=True) for _ in range(2)]
     assert [(answer.text, said(answer)) for answer in answers] == [("run 1", "stored"), ("run 1", "replayed")]

@@ -1,4 +1,4 @@
-"""Whatever shape an app's response has, the WSGI door changes nothing of it, keeps it or not by one rule, and closes it once."""
+"""For all shapes of an app's response, the WSGI middleware sends it unchanged, keeps it by one rule, and closes it once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WSGI = Callable[..., Iterable[bytes]]
 
 
 class Broken(Exception):
-    """The app's own."""
+    """The app's own error."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Closing:
 
 @dataclass
 class Served:
-    """What a server would have sent."""
+    """The response that a server would have sent."""
 
     status: str = ""
     headers: list[tuple[str, str]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Served:
 
 
 def serve(app: WSGI, on_start: Callable[[], None] = lambda: None) -> Served:
-    """Call the app as a server does, for one and the same request."""
+    """Call the app like a server, always with the same request."""
     environ: dict[str, Any] = {}
     setup_testing_defaults(environ)
     environ.update(
@@ -132,7 +132,7 @@ shapes = st.builds(
 
 
 def is_stream(shape: Shape) -> bool:
-    """Whether there is more to come, and nobody says how much."""
+    """Whether the response has more chunks, and no length."""
     lazy = shape.lazy or shape.breaks_at is not None
     return not shape.sized and (len(list(filter(None, shape.written))) > 1 or (lazy and any(shape.yielded)))
 
@@ -185,8 +185,8 @@ def test_every_response_shape_is_settled_before_it_is_sent(shape: Shape, streams
 
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("sized", [True, False])
-def test_the_door_keeps_the_protocol_on_both_of_its_sides(lazy: bool, sized: bool) -> None:
-    """As the standard library's own checker sees it: towards the server, and towards the app."""
+def test_wsgi_protocol_is_kept_on_both_sides(lazy: bool, sized: bool) -> None:
+    """The standard library's checker is put between server and middleware, and between middleware and app."""
     shape = Shape([], [b"one ", b"two"], sized=sized, lazy=lazy, breaks_at=None)
     guard = Guard("memory://")
     door = IdempotencyMiddleware(validator(shape), guard=guard, contract=Contract(Rule("POST /orders")))
@@ -197,7 +197,7 @@ def test_the_door_keeps_the_protocol_on_both_of_its_sides(lazy: bool, sized: boo
 
 
 def test_interrupt_before_the_settle_leaves_the_outcome_unknown() -> None:
-    """As if gunicorn ended its worker while the response was prepared for the ledger: the app has performed."""
+    """Gunicorn may end its worker while the response is prepared for the ledger: the app has performed."""
     shape = Shape([], [b"paid"], sized=True, lazy=False, breaks_at=None)
 
     def redact(outcome: Outcome) -> Outcome:
@@ -211,7 +211,7 @@ def test_interrupt_before_the_settle_leaves_the_outcome_unknown() -> None:
 
 
 class Marked(str):
-    """A text that is more than one, as a template engine has them."""
+    """A subclass of str, as template engines have them."""
 
     __slots__ = ()
 
@@ -237,7 +237,7 @@ def test_header_of_marked_string_is_kept_as_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("catches", [True, False])
 def test_late_owner_that_writes_gets_its_successors_response(catches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease has lapsed before its second `write`, so nothing of its own response may reach the client."""
+    """Its lease has lapsed before its second `write`, so no part of its own response may reach the client."""
     monkeypatch.setattr(ThreadTimer, "add", lambda *_: None)
     others: list[Served] = []
     runs: list[int] = []

@@ -1,4 +1,4 @@
-"""Both ends of an ASGI app, message by message: what a server would say, and apps for it to talk to."""
+"""Both ends of an ASGI app, message by message: the messages of a server, and simple apps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Wire:
-    """One request.  It says *messages* in turn, then nothing, until `leave`; what the app sends is in *sent*."""
+    """One request.  It sends *messages* in turn, then none until `leave`; the app's messages are in *sent*."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Wire:
         self.left = asyncio.Event()
 
     def leave(self) -> None:
-        """The client goes."""
+        """Let the client leave."""
         self.left.set()
 
     async def receive(self) -> Message:
@@ -66,7 +66,7 @@ class Wire:
         self.sent.append(message)
 
     async def through(self, app: App) -> Wire:
-        """This wire, after the app has answered."""
+        """Call the app, and return this wire after its answer."""
         await app(self.scope, self.receive, self.send)
         return self
 
@@ -88,7 +88,7 @@ class Wire:
 
 
 class Counted:
-    """An app that counts its runs and answers 201, in as many pieces as it is told."""
+    """An app that counts its runs and answers 201, in the given number of pieces."""
 
     def __init__(self, *pieces: bytes, length: bool = True) -> None:
         self.runs = 0
@@ -105,11 +105,11 @@ class Counted:
             await send({"type": "http.response.body", "body": piece, "more_body": number < len(self.pieces)})
 
     async def work(self, receive: Any) -> None:
-        """What it does before it answers."""
+        """Do the app's work before its answer."""
 
 
 class SlowSettling(MemoryStore):
-    """A store that takes its time to settle, so that something can happen meanwhile."""
+    """A store that settles slowly, so that a test can act meanwhile."""
 
     def settle(self, held: Lease, outcome: Outcome, **options: Any) -> Plan[None]:
         yield Sleep(0.1)

@@ -268,7 +268,7 @@ async def test_background_task_is_dropped_if_the_transaction_was_rolled_back(tmp
 
 @pytest.mark.parametrize("middleware", [asgi.IdempotencyMiddleware, wsgi.IdempotencyMiddleware])
 def test_transaction_rule_on_memory_is_refused_at_start(middleware: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"The rule 'POST /.what.' cannot be kept: .* lends no connection"):
+    with pytest.raises(ConfigurationError, match=r"The rule 'POST /.what.' cannot be applied: .* lends no connection"):
         middleware(lambda *_: None, guard=Guard("memory://", policy=POLICY), contract=CONTRACT)
 
 

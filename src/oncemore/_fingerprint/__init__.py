@@ -1,1 +1,1 @@
-"""Canonical forms of what was asked, and their digests: equal requests have equal fingerprints."""
+"""Canonical forms of requests and values, and their digests: equal requests have equal fingerprints."""

@@ -1,14 +1,13 @@
 """The canonical form of JSON texts and of Python values: RFC 8785, made lossless.
 
-White space is gone, members are sorted by UTF-16 code units, strings are escaped as little as possible.  A number is
-written by its exact decimal value, in ECMAScript's layout, with as many digits as the value has: `100.00`, `1e2` and
-`100` are all `100`, `-0` is `0`, `1E400` is `1e+400`.  So a number that survives the way through a double and back has
-the form of RFC 8785; one that a double would round (`9007199254740993`, `0.10000000000000000001`) keeps its digits and
-stays itself.
+White space is removed, members are sorted by UTF-16 code units, and strings have only the necessary escapes.  A number is
+written with its exact decimal value, in ECMAScript's layout, with all its digits: `100.00`, `1e2` and `100` are all `100`,
+`-0` is `0`, and `1E400` is `1e+400`.  So a number that is the same after conversion to a double and back has the form of
+RFC 8785; a number that a double would round (`9007199254740993`, `0.10000000000000000001`) keeps its digits.
 
-A text that can be read in more than one way has no canonical form, and raises InvalidPayload: text that is not JSON in
-UTF-8 (NaN, Infinity, lone surrogates, a byte order mark), an object that names a member twice, nesting deeper than the
-limit, an exponent of more than 18 digits.  Time and memory are in proportion to the text, however large its numbers are.
+A text without a canonical form raises InvalidPayload: text that is not JSON in UTF-8 (NaN, Infinity, lone surrogates, a
+byte order mark), an object that names a member twice, nesting deeper than the limit, an exponent of more than 18 digits.
+Time and memory are in proportion to the length of the text, even if its numbers are huge.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
-# ECMAScript writes an integer in full up to this many digits, as msgspec does; longer ones go the way of fractions.
+# ECMAScript and msgspec write an integer in full up to this many digits; longer integers are treated as decimals.
 LONGEST_INTEGER = 21
 DIGITS_AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 LONG_RUN = b"0" * (LONGEST_INTEGER + 1)
 
 
 def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
-    """Return the value of the JSON text *data*, with exact numbers, and its canonical form; raises InvalidPayload."""
+    """Return the value of the JSON text *data*, with exact numbers, and its canonical form; or raise InvalidPayload."""
     if data.count(b"[") + data.count(b"{") > max_depth and deeper_than(max_depth, data):
         raise InvalidPayload(f"The JSON is nested deeper than {max_depth} levels")
     try:
@@ -54,7 +53,7 @@ def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
         raise InvalidPayload(f"The body is not JSON: {error}") from error
     text = write_json(value)
     quotes = count_quotes(data) if b"\\" in data else data.count(b'"')
-    # The decoder keeps the last of two equal members; each one that it drops takes the quotes of its name along.
+    # If a member is named twice, the decoder drops the first, and the quotes of its name are missing in the form.
     if text.count(b'"') != quotes:
         raise InvalidPayload("The JSON has an object that names a member twice")
     return value, text
@@ -67,7 +66,7 @@ def write_json(value: Any) -> bytes:
 
 
 def needs_utf16_order(text: bytes) -> bool:
-    """Whether *text* has characters that UTF-16 sorts before U+E000–U+FFFF, and the encoder, by code points, after."""
+    """Whether *text* has characters of U+E000–U+FFFF and above U+FFFF: UTF-16 and code points sort these differently."""
     return (b"\xee" in text or b"\xef" in text) and any(lead in text for lead in FOUR_BYTE_LEADS)
 
 
@@ -113,7 +112,7 @@ def deeper_than(limit: int, data: bytes) -> bool:
 
 
 def count_quotes(data: bytes) -> int:
-    """Return how many quotes the form has if no member is lost: those of *data*, also those written by number."""
+    """Return the number of quotes that the canonical form has if no member was dropped: all in *data*, even `\\u0022`."""
     count = data.count(b'"')
     if b"\\u0022" in data:
         count += STRING_ESCAPE.findall(data).count(b"\\u0022")
@@ -121,7 +120,7 @@ def count_quotes(data: bytes) -> int:
 
 
 def with_long_integers_as_decimals(data: bytes) -> bytes:
-    """Return *data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
+    """Return *data* with `.0` after each long integer, so that the decoder does not use int(), which has limits."""
 
     def spelled(match: re.Match[bytes]) -> bytes:
         token = match[0]
@@ -146,9 +145,9 @@ AS_IS = msgspec.json.Encoder()
 
 
 def exact_value(value: Any) -> Any:
-    """Return *value* as `write_json` takes it: numbers by their exact value, objects by their fields.
+    """Return *value* in the form that `write_json` takes: numbers with their exact value, objects as their fields.
 
-    Raises ConfigurationError for a type that has no such form.
+    Raise ConfigurationError for a type that has no such form.
     """
     try:
         return _exact(value)
@@ -173,7 +172,7 @@ def _exact(value: Any) -> Any:
 
 
 def _text(value: str) -> str:
-    value.encode()  # half a surrogate pair is refused here, while the cause is known
+    value.encode()  # raises UnicodeEncodeError for half a surrogate pair: see `exact_value`
     return str.__str__(value)
 
 
@@ -183,7 +182,7 @@ def _integer(value: int) -> Any:
 
 
 def _number(text: str) -> msgspec.Raw:
-    """Return the number; NaN and the infinities stand unquoted, so that they equal no other value."""
+    """Return the number.  NaN and the infinities are written without quotes, so that they equal no other value."""
     lower = text.lower()
     if "nan" in lower:
         return msgspec.Raw("NaN")

@@ -1,15 +1,15 @@
 """The digest of a request: equal for a repeated request, different for any other, and verifiable after an upgrade.
 
 A fingerprint reads `c1:<hex>` or `c1.<key id>:<hex>`.  The part before the colon names its algorithm and secret, so a
-stored one is always compared by its own:
+stored fingerprint is always compared by its own algorithm:
 
-| id | the body as |
+| id | the form of the body |
 |---|---|
-| `c1` | canonical JSON (`application/json`, `application/*+json`), of which include and exclude select; see `canonical` |
+| `c1` | canonical JSON (`application/json`, `application/*+json`), with the fields that count; see `canonical` |
 | `f1` | an URL-encoded form: fields in their order, percent-encoding and `+` normalised |
 | `f2` | the same in mode `unordered`: fields sorted by their names |
 | `m1` | a multipart form, or any other `multipart/*`: parts in their order with their headers, whatever the boundary |
-| `r1` | its bytes: every other media type, and each body that cannot be read as what it says it is |
+| `r1` | its bytes: every other media type, and each body that cannot be read as its own media type |
 | `v1` | not a body, but the canonical JSON of a Python value: see fingerprint_of |
 
 Method, path, query and media type count too, each after its length, so that none can be taken for part of another.  The
@@ -47,11 +47,11 @@ ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1
 class Fingerprinter:
     """Makes and compares the fingerprints of one rule's requests.
 
-    *include* and *exclude* are JSON pointers (`/order/id`) or bare names of top-level members (`timestamp`): only those
-    count, or all but those.  *mode* `unordered` takes the fields of a form in any order, `raw` compares bodies byte by byte,
-    `none` not at all.  The first of *secrets* signs; all of them verify, and fingerprints without a secret stay valid.  To
-    rotate, append the new secret in every process, then move it to the front, and drop the old one when the last record that
-    it signed has expired.
+    *include* and *exclude* are JSON pointers (`/order/id`) or bare names of top-level members (`timestamp`): only the
+    included fields count, and excluded fields do not.  *mode* `unordered` ignores the order of a form's fields, `raw`
+    compares bodies byte by byte, and `none` compares nothing.  The first of *secrets* signs; all of them verify, and
+    fingerprints without a secret stay valid.  To rotate, append the new secret in every process, then move it to the front,
+    and remove the old one when the last record that it signed has expired.
     """
 
     include: Sequence[str] = ()
@@ -68,7 +68,7 @@ class Fingerprinter:
                 f"mode = {self.mode!r} is unknown: choose one of {', '.join(map(repr, get_args(Mode)))}"
             )
         if self.mode in ("raw", "none") and (self.include or self.exclude):
-            raise ConfigurationError(f"mode = {self.mode!r} compares no fields: drop include and exclude, or the mode")
+            raise ConfigurationError(f"mode = {self.mode!r} compares no fields: remove include and exclude or mode")
         include, exclude = parse_fields("include", self.include), parse_fields("exclude", self.exclude)
         check_selection(include, exclude)
         self._set(_include=include, _exclude=exclude, _keys=keys_by_id(self.secrets))
@@ -79,7 +79,7 @@ class Fingerprinter:
             object.__setattr__(self, name, value)
 
     def fingerprint(self, method: str, path: str, query: str, content_type: str, body: bytes) -> str:
-        """Return the fingerprint of the request, to be kept in its record; empty in mode `none`."""
+        """Return the fingerprint of the request, to be stored in its record; it is empty in mode `none`."""
         if self.mode == "none":
             return ""
         media_type = media_type_of(content_type)
@@ -94,9 +94,9 @@ class Fingerprinter:
         return sign(algorithm, key_id, self._keys[key_id], head(method, path, query, media_type), content)
 
     def matches(self, stored: str, method: str, path: str, query: str, content_type: str, body: bytes) -> bool:
-        """Whether *stored* is of this same request, by its own algorithm and secret; an empty one always is.
+        """Whether *stored* is the fingerprint of this request, by its own algorithm and secret; an empty one matches any.
 
-        A fingerprint of an unknown algorithm or secret is of another request: refusing is safe, running is not.
+        A fingerprint with an unknown algorithm or secret never matches: refusing is safe, performing is not.
         """
         if self.mode == "none" or not stored:
             return True
@@ -113,7 +113,7 @@ class Fingerprinter:
         return hmac.compare_digest(expected.encode(), stored.encode("utf-8", "surrogatepass"))
 
     def _read(self, algorithm: str, content_type: str, body: bytes) -> bytes:
-        """Return the bytes of *body* that the *algorithm* digests; raises InvalidPayload if it cannot read the body."""
+        """Return the bytes of *body* that the *algorithm* digests.  Raise InvalidPayload if it cannot read the body."""
         match algorithm:
             case "c1":
                 value, text = read_json(body)
@@ -127,14 +127,14 @@ class Fingerprinter:
                 return read_multipart(content_type, body)
             case "r1":
                 return body
-        raise InvalidPayload(f"No fingerprint of a body is made by {algorithm!r}")
+        raise InvalidPayload(f"The fingerprint algorithm {algorithm!r} is unknown")
 
 
 def fingerprint_of(value: Any) -> str:
-    """Return the fingerprint of a Python value, such as a function's arguments: equal if JSON would write them as equal.
+    """Return the fingerprint of a Python value, such as a function's arguments: values with equal JSON have equal ones.
 
-    Numbers count by value, whatever their type (`Decimal("100.00")` is `100`; `True` is not `1`).  UUIDs, dates and
-    times, enums, bytes, dataclasses, msgspec structs and pydantic models count by their contents; sets in any order.
+    Numbers are compared by value, not by type (`Decimal("100.00")` equals `100`; `True` does not equal `1`).  UUIDs, dates,
+    times, enums, bytes, dataclasses, msgspec structs and pydantic models are compared by their contents, and sets in any order.
     """
     return sign("v1", "", b"", b"", write_json(exact_value(value)))
 
@@ -144,7 +144,7 @@ def media_type_of(content_type: str) -> str:
 
 
 def algorithm_for(media_type: str) -> str:
-    """Return the id of the algorithm that reads bodies of *media_type* today."""
+    """Return the id of the algorithm that new fingerprints use for bodies of *media_type*."""
     if media_type.startswith("application/") and media_type.endswith("+json"):
         return "c1"
     if media_type.startswith("multipart/"):
@@ -153,7 +153,7 @@ def algorithm_for(media_type: str) -> str:
 
 
 def head(method: str, path: str, query: str, media_type: str) -> bytes:
-    """Return all that counts besides the body, each part after its length."""
+    """Return the compared parts of a request other than its body, each after its length."""
     query = respell(query) if query else ""
     parts = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}{len(media_type)}:{media_type}"
     return parts.encode("utf-8", "surrogatepass")
@@ -168,7 +168,7 @@ def sign(algorithm: str, key_id: str, key: bytes, head: bytes, content: bytes) -
 
 
 def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
-    """Return the secrets by the short ids that fingerprints carry, the signing one first; the empty id means none."""
+    """Return the secrets by the short ids in their fingerprints, the signing secret first; the empty id means no secret."""
     if isinstance(secrets, str | bytes) or not isinstance(secrets, Sequence) or {*map(type, secrets)} - {bytes}:
         raise ConfigurationError("secrets is not a list of bytes: write [secret], or [newest, older] while they rotate")
     if any(len(secret) < SHORTEST_SECRET for secret in secrets):
@@ -181,7 +181,7 @@ def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
 
 # ── Which fields of a JSON body count ─────────────────────────────────────────────────────────────────────────────────
 
-ABSENT = object()  # differs from null, which a client has to write
+ABSENT = object()  # stands for a missing member, which differs from null
 
 
 def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
@@ -201,16 +201,16 @@ def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
 
 
 def check_selection(include: Sequence[Pointer], exclude: Sequence[Pointer]) -> None:
-    """Raise a ConfigurationError if an included field is excluded, because then every body would be the same."""
+    """Raise ConfigurationError if an included field is excluded, because then bodies that differ in it would be equal."""
     for pointer in include:
         if any(pointer[: len(other)] == other for other in exclude):
             raise ConfigurationError(
-                f"include has '/{'/'.join(pointer)}', which exclude leaves out: drop it from one of them"
+                f"include has '/{'/'.join(pointer)}', which exclude leaves out: remove it from one of them"
             )
 
 
 def select(value: Any, include: Sequence[Pointer], exclude: Sequence[Pointer]) -> Any:
-    """Return the parts of *value* that count: all but *exclude*, and of them only *include*, if given.  Changes *value*."""
+    """Return the parts of *value* that count: only *include*, if given, and never *exclude*.  Changes *value*."""
     for pointer in exclude:
         _leave_out(value, pointer)
     if not include:
@@ -220,7 +220,7 @@ def select(value: Any, include: Sequence[Pointer], exclude: Sequence[Pointer]) -
 
 
 def _leave_out(value: Any, pointer: Pointer) -> None:
-    """Remove a member from its object; an element of an array becomes null, so that the others keep their places."""
+    """Remove a member from its object.  Set an element of an array to null instead, so that the others keep their places."""
     parent, last = value_at(value, pointer[:-1]), pointer[-1]
     if isinstance(parent, dict):
         parent.pop(last, None)
@@ -230,7 +230,7 @@ def _leave_out(value: Any, pointer: Pointer) -> None:
 
 # ── Forms in one spelling: without differences of percent-encoding or boundary ────────────────────────────────────────
 
-# Characters that clients may percent-encode without a change of meaning: not the separators & ; = and +.
+# Characters that mean the same with and without percent-encoding: all but the separators & ; = and +.
 PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!*'(),/:@?$[]")
 ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 URLENCODED = re.compile(rb"(?:[A-Za-z0-9\-._~!*'(),/:@?$\[\]&;=+]|%[0-9A-Fa-f]{2})*+")
@@ -242,7 +242,7 @@ MAX_PARTS = 10_000
 
 
 def respell(text: str) -> str:
-    """Return a query or form in one spelling: escaped only if it must be, in upper case, and a space as `%20`."""
+    """Return a query or form in one spelling: only necessary escapes, in upper case, and a space as `%20`."""
     if "%" not in text and "+" not in text:
         return text
     return ESCAPE.sub(_respell, text.replace("+", "%20"))
@@ -254,20 +254,20 @@ def _respell(match: re.Match[str]) -> str:
 
 
 def read_urlencoded(body: bytes) -> bytes:
-    """Return the fields in their order and one spelling; raises InvalidPayload if it is no form, such as JSON."""
+    """Return the fields in their order, in one spelling.  Raise InvalidPayload if the body is not a form, but JSON, say."""
     if not URLENCODED.fullmatch(body):
-        raise InvalidPayload("The body is not an URL-encoded form")
+        raise InvalidPayload("The body is not a URL-encoded form")
     return respell(body.decode("ascii")).encode("ascii")
 
 
 def in_any_order(form: bytes) -> bytes:
-    """Return the fields of a form sorted by their names; several of one name, as in a list, keep their order."""
+    """Return the fields of a form sorted by their names; fields of the same name keep their order."""
     fields = form.decode("ascii").split("&")
     return "&".join(sorted(fields, key=lambda field: field.partition("=")[0])).encode("ascii")
 
 
 def read_multipart(content_type: str, body: bytes) -> bytes:
-    """Return the parts in their order, each with its headers; raises InvalidPayload if it is not clearly multipart."""
+    """Return the parts in their order, each with its headers.  Raise InvalidPayload if the body is not valid multipart."""
     delimiter = b"--" + boundary_of(content_type)
     if not body.startswith(delimiter):
         raise InvalidPayload("The multipart body does not begin with its boundary")
@@ -278,7 +278,7 @@ def read_multipart(content_type: str, body: bytes) -> bytes:
 
 
 def _part(part: bytes) -> bytes:
-    """Return headers and content, each after its length, so that neither can be taken for the other."""
+    """Return headers and content, each after its length, so that different parts never look the same."""
     padding, _, rest = part.partition(b"\r\n")
     headers, blank, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
     if padding.strip(b" \t") or not blank:
@@ -287,7 +287,7 @@ def _part(part: bytes) -> bytes:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Return the boundary that the Content-Type names; raises InvalidPayload unless it names exactly one."""
+    """Return the boundary in the Content-Type.  Raise InvalidPayload unless it has exactly one."""
     media_type, semicolon, parameters = content_type.partition(";")
     pairs: list[tuple[str, str]] = [
         (name.lower(), quoted or token) for name, quoted, token in PARAMETER.findall(semicolon + parameters)

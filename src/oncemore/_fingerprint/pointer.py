@@ -13,7 +13,7 @@ INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def parse_pointer(text: str) -> tuple[str, ...]:
-    """Return the steps of a pointer such as `/items/0/id`; the empty pointer, which is the whole document, is refused."""
+    """Return the steps of a pointer such as `/items/0/id`.  Refuse the empty pointer, which means the whole document."""
     if not text.startswith("/"):
         raise ConfigurationError(f"{text!r} is not a JSON pointer: begin it with '/', as in '/clientMessageId'")
     if BAD_ESCAPE.search(text):

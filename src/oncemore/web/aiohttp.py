@@ -38,19 +38,19 @@ __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 PARAMETER = re.compile(r"\{\w+\}")
-# In a request: its exchange, until the outcome is recorded.  Before 3.14, aiohttp has no keys but texts.
+# The key of a request's exchange, until its outcome is recorded.  Before 3.14, aiohttp's keys are texts.
 EXCHANGE: Any = web.RequestKey("oncemore.exchange", Exchange) if hasattr(web, "RequestKey") else "oncemore.exchange"
 
 
 class IdempotencyMiddleware(Idempotency):
     """Guards the requests that the contract, or a decorator on their handler, names; all others pass untouched.
 
-    Making it adds it to the app's middlewares, after those that are there: add authentication first.  A response is held back
-    and stored if it is complete when the handler returns, or its length is known.  A `StreamResponse` that the handler prepares
-    by itself is a stream: that it happened is recorded before its first byte.
+    The constructor appends it to the app's middlewares, so add authentication first.  A response is held back and stored if
+    it is complete when the handler returns, or its length is known.  A `StreamResponse` that the handler prepares itself is
+    a stream: a tombstone is recorded before its first byte.
     """
 
-    __middleware_version__ = 1  # by which aiohttp knows its middlewares
+    __middleware_version__ = 1  # tells aiohttp that this is a new-style middleware
     needs_app = True
 
     def prepare(self) -> None:
@@ -61,7 +61,7 @@ class IdempotencyMiddleware(Idempotency):
         self.app.on_startup.append(self._declare)
 
     async def _declare(self, app: web.Application) -> None:
-        """Find the rules on the app's handlers, and hold all rules against its routes."""
+        """Find the rules on the app's handlers, and warn of rules that no route serves."""
         for route in app.router.routes():
             methods = unsafe_methods(route.handler) if route.method == "*" else sorted({route.method} - SAFE_METHODS)
             for rule, served in rules_for(route.handler, methods):
@@ -77,8 +77,9 @@ class IdempotencyMiddleware(Idempotency):
         if limit is None or not self._can_read(request, limit):
             return await handler(request)
         if (request.content_length or 0) > limit and request.method not in SAFE_METHODS:
-            return to_aiohttp(self.refusal(PayloadTooLarge(f"The body may have {limit} bytes")))
-        # Copied now, because a request that has been read cannot be.
+            too_large = f"The body is longer than the {limit} bytes that are accepted; nothing was done"
+            return to_aiohttp(self.refusal(PayloadTooLarge(too_large)))
+        # Copied now, because a request cannot be copied after it was read.
         as_get = request_as_get(request) if "if-match" in headers.first else None
         query, body = request.rel_url.raw_query_string, await request.read()
         put_back(request, body)
@@ -97,11 +98,11 @@ class IdempotencyMiddleware(Idempotency):
         return await finish_despite_cancel(self._perform(exchange, request, handler))
 
     def _can_read(self, request: web.Request, limit: int) -> bool:
-        """False in shadow mode if the body would be refused: the request is passed on before it is read."""
+        """Whether the body may be read here.  In shadow mode, a body that may be too long is left to the handler."""
         found = self.contract.match(request.method, request.path)
         if found is None or self.enforces(found.rule) or not request.can_read_body:
             return True
-        length = request.content_length  # None of a body in chunks
+        length = request.content_length  # None if the body is chunked
         return length is not None and length <= min(limit, request.client_max_size or limit)
 
     async def _perform(self, exchange: Exchange, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -111,7 +112,7 @@ class IdempotencyMiddleware(Idempotency):
             with running(exchange.attempt.op):
                 response, raised = await answer_of(handler, request)
                 made = await to_record(response, exchange.rule)
-        except Answered as instead:
+        except ResponseReplaced as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
             refused = await arun(exchange.fail(error))
@@ -119,14 +120,14 @@ class IdempotencyMiddleware(Idempotency):
                 raise
             return to_aiohttp(refused)
         finally:
-            request.pop(EXCHANGE, None)  # whatever is sent from now on is not the handler's own stream
-        if response.prepared:  # a stream of the handler's own, which has ended
+            request.pop(EXCHANGE, None)  # a response that is sent from now on is not the handler's own stream
+        if response.prepared:  # the handler's own stream, which has ended
             await arun(exchange.attempt.release())  # does nothing if a tombstone was settled
             return response
-        # Not when aiohttp prepares the response: the caller may have been cancelled by then, and it would never be.
+        # Recorded now, because aiohttp never prepares the response if the caller is cancelled.
         recorded = await arun(record(exchange, made))
-        await arun(exchange.attempt.release())  # does nothing unless it is a stream that is not to be remembered
-        if isinstance(recorded, Response):  # another attempt's, or a refusal
+        await arun(exchange.attempt.release())  # does nothing unless it is a stream that the rule does not keep
+        if isinstance(recorded, Response):  # a successor's response, or a refusal
             return to_aiohttp(recorded)
         add_headers(response, recorded)
         if raised is not None:
@@ -134,23 +135,23 @@ class IdempotencyMiddleware(Idempotency):
         return response
 
     def is_guarded(self, operation: Operation, native: web.Request) -> bool:
-        outer: Exchange | None = native.get(EXCHANGE)  # of an app that this app is mounted in
+        outer: Exchange | None = native.get(EXCHANGE)  # set by an app that this app is mounted in
         return outer is not None and outer.attempt.operation.id == operation.id
 
     async def _before_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Called by aiohttp before the first byte: record that a stream which the handler sends by itself happened."""
+        """Record the tombstone of the handler's own stream.  Called by aiohttp before the first byte of each response."""
         exchange: Exchange | None = request.get(EXCHANGE)
         if exchange is None:
             return
         del request[EXCHANGE]
         recorded = await arun(record(exchange, Streamed(response.status, list(response.headers.items()))))
         if isinstance(recorded, Response):
-            raise Answered(recorded)
+            raise ResponseReplaced(recorded)
         add_headers(response, recorded)
 
 
-class Answered(Exception):
-    """Raised through a handler that prepares its stream, if the client is to get another response."""
+class ResponseReplaced(Exception):
+    """Raised through a handler that prepares its stream, if the client gets another response."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status)
@@ -158,7 +159,7 @@ class Answered(Exception):
 
 
 class Collector(AbstractStreamWriter):
-    """Takes what a payload writes, instead of a connection."""
+    """Collects the bytes that a payload writes, in place of a connection."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -183,7 +184,7 @@ class Collector(AbstractStreamWriter):
 
 
 async def to_record(response: web.StreamResponse, rule: Rule) -> Response | Streamed:
-    """The response as it is recorded: with its body, unless that has been sent, is a stream, or is too long to be held back."""
+    """Return the response to record: `Streamed` if its body was sent, is a stream, or is too long to be held back."""
     headers, length = list(response.headers.items()), response.content_length
     if isinstance(response, web.Response) and not response.prepared:
         body = response.body
@@ -201,7 +202,7 @@ async def to_record(response: web.StreamResponse, rule: Rule) -> Response | Stre
 
 
 async def answer_of(handler: Handler, request: web.Request) -> tuple[web.StreamResponse, web.HTTPException | None]:
-    """The handler's response, and the same as an exception if the handler has raised it."""
+    """Return the handler's response; if the handler raised it, return it twice: as response and as exception."""
     try:
         return await handler(request), None
     except web.HTTPException as error:
@@ -209,7 +210,7 @@ async def answer_of(handler: Handler, request: web.Request) -> tuple[web.StreamR
 
 
 def put_back(request: web.Request, body: bytes) -> None:
-    """Let the handler read the body as if it had not been read: `multipart()`, `post()` and `content` would find nothing.
+    """Let the handler read the body again: without this, `multipart()`, `post()` and `content` would find nothing.
 
     `_payload` is a private part of aiohttp, known for 3.13 and 3.14.
     """
@@ -221,7 +222,7 @@ def put_back(request: web.Request, body: bytes) -> None:
 
 
 def to_aiohttp(response: Response) -> web.Response:
-    """A response of ours as aiohttp's."""
+    """Return a response of the middleware as one of aiohttp's."""
     made = web.Response(status=response.status, body=response.body or None)
     for name, value in response.headers:
         if name.lower() == "content-type":
@@ -232,20 +233,20 @@ def to_aiohttp(response: Response) -> web.Response:
 
 
 def add_headers(response: web.StreamResponse, headers: list[tuple[str, str]]) -> None:
-    """Add those of *headers* that the response does not have."""
+    """Add the *headers* that the response does not have yet."""
     for name, value in headers:
         if name not in response.headers:
             response.headers[name] = value
 
 
 def request_as_get(request: web.Request) -> web.Request:
-    """The same request, but a GET, without the headers that describe its body."""
+    """Return a copy of the request as a GET, without the headers that describe its body or condition."""
     kept = [(name, value) for name, value in request.headers.items() if name.lower() not in NOT_OF_A_GET]
     return request.clone(method="GET", headers=CIMultiDict(kept))
 
 
 async def current_etag(request: web.Request | None) -> Etag:
-    """Status and ETag of the handler's answer to a GET; *request* is None if If-Match was not sent."""
+    """Return the status and ETag of the handler's answer to a GET; *request* is None if If-Match was not sent."""
     if request is None:
         return 0, ""
     found = await request.app.router.resolve(request)
@@ -254,7 +255,7 @@ async def current_etag(request: web.Request | None) -> Etag:
 
 
 def path_of(route: web.AbstractRoute) -> str:
-    """The path of a route as a contract writes it: `/things/{id}`; `/files/{rest:path}` if the parameter takes slashes."""
+    """Return a route's path as a contract writes it: `/things/{id}`, or `/files/{rest:path}` if it accepts slashes."""
     path = route.resource.canonical if route.resource is not None else "/{rest}"
     pattern = route.resource.get_info().get("pattern") if route.resource is not None else None
     head, brace, last = path.rpartition("{")

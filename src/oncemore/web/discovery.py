@@ -1,6 +1,6 @@
 """Finds the rules that `@idempotent` has attached to endpoints, by the routes of Starlette-like apps and of Flask.
 
-The routes of Django are read in `oncemore.web.django.views`.
+`oncemore.web.django.views` does the same for Django.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..errors import ConfigurationError
 
 
 def rules_for(view: Any, methods: Iterable[str]) -> list[tuple[Rule, list[str]]]:
-    """Each rule that is attached to the view, with those of the *methods* that it is for.
+    """Return each rule that is attached to the view, with the *methods* to which it applies.
 
-    A rule on a method or an action counts before one on its class.
+    A rule on a method or an action takes precedence over a rule on its class.
     """
     found: dict[int, tuple[Rule, list[str]]] = {}
     for method in methods:
-        rule = next((rule for rule in map(rule_of, decorated(view, method)) if rule is not None), None)
+        rule = next((rule for rule in map(rule_of, decorated_objects(view, method)) if rule is not None), None)
         if rule is not None:
             found.setdefault(id(rule), (rule, []))[1].append(method)
     return list(found.values())
 
 
-def decorated(view: Any, method: str) -> Iterator[Any]:
-    """The objects that a rule for *method* may be attached to, the most specific first."""
+def decorated_objects(view: Any, method: str) -> Iterator[Any]:
+    """Yield the objects that a rule for *method* may be attached to, the most specific first."""
     while isinstance(view, partial):
         view = view.func
     owner = class_of(view)
@@ -43,7 +43,7 @@ def decorated(view: Any, method: str) -> Iterator[Any]:
 
 
 def unsafe_methods(view: Any) -> list[str]:
-    """The methods by which a view may have effects; a function does not say, and so may serve them all."""
+    """Return the methods by which a view may have effects: all of them for a function, which does not declare any."""
     owner, actions = class_of(view), actions_of(view)
     if actions:
         return [method for method in UNSAFE_METHODS if method.lower() in actions]
@@ -53,12 +53,12 @@ def unsafe_methods(view: Any) -> list[str]:
 
 
 def class_of(view: Any) -> Any:
-    """The view if it is a class (Starlette), or the class that made it by `as_view` (Flask, Django, its REST framework)."""
+    """Return the view if it is a class (Starlette), or the class that made it by `as_view` (Flask, Django); else None."""
     return view if isinstance(view, type) else getattr(view, "view_class", None) or getattr(view, "cls", None)
 
 
 def actions_of(view: Any) -> dict[str, str]:
-    """The actions of a ViewSet of Django's REST framework, by method in lower case."""
+    """Return the actions of a ViewSet of Django's REST framework, by method in lower case."""
     return getattr(view, "actions", None) or {}
 
 
@@ -72,7 +72,7 @@ def declare_starlette(contract: Contract, app: Any) -> None:
 
 
 def starlette_routes(app: Any) -> Any:
-    """The routes of the innermost app that has any: a middleware keeps the next one in its `app`."""
+    """Return the routes of the first app that has any.  Begin with *app*, and follow `app` through its middlewares."""
     seen: set[int] = set()
     while app is not None and id(app) not in seen:
         seen.add(id(app))
@@ -87,14 +87,14 @@ def starlette_rules(routes: Any, prefix: str = "") -> Iterator[Rule]:
     for route in each_route(routes):
         path = prefix + (getattr(route, "path", None) or "")
         endpoint = getattr(route, "endpoint", None)
-        methods = set(getattr(route, "methods", None) or unsafe_methods(endpoint))  # the route of a class names none
+        methods = set(getattr(route, "methods", None) or unsafe_methods(endpoint))  # a class's route names none
         for rule, served in rules_for(endpoint, sorted(methods - SAFE_METHODS)):
             yield rule.at(f"{'|'.join(served)} {path}")
         yield from starlette_rules(getattr(route, "routes", None) or (), path)
 
 
 def each_route(routes: Any) -> Iterator[Any]:
-    """The routes one by one: newer versions of FastAPI keep those of an included router together, without a path."""
+    """Return the single routes.  Newer versions of FastAPI keep an included router as one route without a path."""
     flattened = getattr(sys.modules.get("fastapi.routing"), "iter_route_contexts", iter)
     return flattened(routes)
 
@@ -105,7 +105,7 @@ FLASK_PARAMETER = re.compile(r"<(?:(?P<converter>[A-Za-z_]\w*)(?:\([^>]*\))?:)?(
 
 
 def declare_flask(contract: Contract, app: Any) -> None:
-    """Add to the contract every rule on a view of a Flask app, also below other middlewares and mounts."""
+    """Add to the contract every rule on a view of a Flask app, even below other middlewares and mounts."""
     contract.add(*flask_rules(app))
     contract.check()
 
@@ -119,7 +119,7 @@ def flask_rules(app: Any) -> Iterator[Rule]:
 
 
 def flask_apps(app: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[Any, str]]:
-    """Each Flask app in *app*, with the path that it is mounted at; None in place of an app of another kind.
+    """Yield each Flask app in *app* with the path that it is mounted at, and None for each app of another kind.
 
     *app* is the Flask app itself, its `wsgi_app`, or another middleware around it.
     """
@@ -151,7 +151,7 @@ def at_flask_route(rule: Rule, match: str, route: Any) -> Rule:
 
 
 def flask_path(app: Any, route: str) -> str:
-    """Werkzeug's `/<int:id>/<path:rest>` as the contract writes it: `/{id}/{rest:path}`."""
+    """Return a route such as Werkzeug's `/<int:id>/<path:rest>` as the contract writes it: `/{id}/{rest:path}`."""
 
     def parameter(found: re.Match[str]) -> str:
         converter = app.url_map.converters.get(found["converter"] or "default")

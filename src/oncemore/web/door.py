@@ -1,4 +1,4 @@
-"""The part that all HTTP middlewares share, without I/O: a request becomes an operation, an answer a response."""
+"""The part that all HTTP middlewares share: it makes an operation from a request, and a response from an answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ..errors import (
 from .etag import Etag, check_if_match
 from .problem import ProblemBody, Response, problem_response, stripe_problem, value_response
 from .rates import Admission, Rates, default_rates
-from .redrive import REDRIVEN, check_passed, kept_request, redriven, resumed
+from .redrive import REDRIVEN, check_passed, check_resumable, find_redriven, kept_request
 from .request import (
     GUARDED,
     Fields,
@@ -67,16 +67,16 @@ Options = ParamSpec("Options")
 Caller = tuple[str, str]  # the names of the principal and of its tenant
 
 MOST_SCOPES = 4096
-LONGEST_REMEMBERED = 1024  # longer names would fill our memory
-# The client is to send the same request, with the same key, to another address: it has not been performed here.
+LONGEST_REMEMBERED = 1024  # longer names are not remembered, because they would fill the memory
+# The client sends the same request, with the same key, to another address: the app that redirects has performed nothing.
 REPEATING_REDIRECTS = (307, 308)
-LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
+LONGEST_TIMEOUT = 32  # a longer text is not a duration, and would take long to parse
 
 
 def reports_faults(
     init: Callable[Concatenate[SomeDoor, Options], None],
 ) -> Callable[Concatenate[SomeDoor, Options], None]:
-    """Pass a fault in the options to `Door.report_fault`, which raises it, or lets the app's start fail with it."""
+    """Pass a fault in the options to `Door.report_fault`, which raises it or makes the app's start fail."""
 
     @wraps(init)
     def checked(self: SomeDoor, /, *args: Options.args, **options: Options.kwargs) -> None:
@@ -91,7 +91,7 @@ def reports_faults(
 class Door(Generic[App]):
     """Base class of the HTTP middlewares: enforces one contract with one guard.
 
-    A subclass adds `__call__`, which is all that differs between frameworks: how requests are read and responses sent.
+    A subclass reads the requests of its framework, calls the app, and sends the responses.
     """
 
     default_principal: Principal | None = None
@@ -101,7 +101,7 @@ class Door(Generic[App]):
     @reports_faults
     def __init__(
         self,
-        app: App = None,  # type: ignore[assignment]  # for `Idempotency`, which wraps none
+        app: App = None,  # type: ignore[assignment]  # None only for `Idempotency`, which wraps no app
         *,
         guard: Guard,
         contract: Contract | None = None,
@@ -124,23 +124,23 @@ class Door(Generic[App]):
             guard: The ledger in which operations and their outcomes are kept.
             contract: The rules; without one, every POST and PATCH with an Idempotency-Key is guarded.
             profile: The defaults of the contract, if there is no contract to name them: `"stripe"`, `"ietf"`, and others.
-            principal: From the framework's request to the name of the caller that owns the key; ASGI and Django also take an
-                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the authenticated
-                user, else the credentials in the headers.
-            tenant: From the framework's request to the name of the tenant, if keys belong to tenants.
-            secrets: Keys for fingerprints, the newest first; without one, fingerprints are plain digests.
-            keep_headers: The names of the response headers that a replay repeats, instead of all that may be repeated.
-            redact: From an outcome that is kept to the outcome that is stored, for instance without card numbers.
-            status_path: Where callers look an operation up by its key; None switches it off.
+            principal: Takes the framework's request and returns the name of the caller that owns the key.  ASGI and Django
+                also accept an async function; `oncemore.web.jwt` makes a function that verifies tokens.  Without it, the
+                owner is the authenticated user, else the credentials in the headers.
+            tenant: Takes the framework's request and returns the name of the tenant, if keys belong to tenants.
+            secrets: Keys for fingerprints, the newest first; without secrets, fingerprints are plain digests.
+            keep_headers: The names of the only response headers that a replay repeats.  Default: all that may be repeated.
+            redact: Takes an outcome and returns the outcome to be stored, for instance without card numbers.
+            status_path: The path at which callers look an operation up by its key; None switches it off.
             problem_base: The text before an error's code in the `type` of a problem document.
-            problem: From the members of a problem document (`error_code`, `status`, `detail`, ...) to the JSON body that is
-                sent instead.  The profile `stripe` has one of its own.
+            problem: Takes the members of a problem document (`error_code`, `status`, `detail`, ...) and returns the JSON body
+                to be sent instead.  The profile `stripe` brings such a function.
             rates: Counts new keys for rules with a `rate`, as in `NewKeys("redis://...")`.
-            enforce: False is shadow mode: every request passes untouched, and what would have been done with it is reported.
+            enforce: False is shadow mode: every request passes untouched, and the ledger notes what would have been done.
         """
         check_guard(guard)
         if self.needs_app and app is None:
-            raise ConfigurationError("The middleware is given no app: write IdempotencyMiddleware(app, guard=guard)")
+            raise ConfigurationError("The middleware got no app: write IdempotencyMiddleware(app, guard=guard)")
         if not isinstance(contract, Contract | None):
             raise ConfigurationError(
                 f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"
@@ -166,14 +166,14 @@ class Door(Generic[App]):
         self.rates = rates or default_rates(self.contract)
         self.status_path = status_path if enforce else None
         self.enforce = enforce
-        self.unobserved_until = 0.0  # in shadow mode, if the ledger could not be reached
+        self.unobserved_until = 0.0  # the time until which shadow mode does not ask the ledger, because it was down
         self.problem_base = problem_base
         self.problem = problem
         if self.contract.profile in ("stripe", "stripe-v2"):
             self.tenant = self.tenant or StripeAccount()
             self.problem = problem or stripe_problem
         self._fingerprints = Fingerprints(tuple(secrets))
-        self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
+        self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # the scopes of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
         self._warn(stacklevel=4)
@@ -182,21 +182,21 @@ class Door(Generic[App]):
         self.prepare()
 
     def report_fault(self, error: ConfigurationError | TypeError) -> None:
-        """Raise what is wrong with the options."""
+        """Raise *error*, a fault in the options; a subclass may delay it until the app starts."""
         raise error
 
     def prepare(self) -> None:
-        """Check the app and find its rules, if a framework can do so before the first request."""
+        """Check the app and find its rules; a subclass implements this if that is possible before the first request."""
 
     # From a request to an operation
 
     def match(
         self, method: str, path: str, headers: Headers, native: Any, inner: str = "", found: Match | None = None
     ) -> Match | None:
-        """The rule that guards this request, or None if it passes untouched; raises what the contract refuses.
+        """Return the rule that guards this request, or None if it passes untouched.  Raise if the contract refuses it.
 
-        *inner* is the path as an app that is mounted below a prefix sees it: rules may name either.  *found* is the rule, if
-        the framework has its own way to find it.
+        *inner* is the path without the prefix that the app is mounted at: a rule may name either path.  *found* is the rule
+        if the framework has already found it.
         """
         match = found or self.contract.match(method, path)
         if inner and inner != path and not (match and match.declared):
@@ -211,7 +211,9 @@ class Door(Generic[App]):
         if undeclared == "refuse" and self.enforces(match.rule):
             self.check(match, method, path, headers)
         elif undeclared == "warn":
-            log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
+            log.warning(
+                "No rule of the contract matches %s %s: add a rule for it", method, quote(path, errors="replace")
+            )
         if key.source == "none" or not (keyed or match.rule.if_match):
             check_passed(native)
             return None
@@ -224,7 +226,7 @@ class Door(Generic[App]):
         return self.enforce and rule.enforce
 
     def check(self, match: Match, method: str, path: str, headers: Headers) -> None:
-        """Raise what the contract refuses whatever the key."""
+        """Raise if the contract refuses the request whatever its key: no rule matches it, or If-Match is missing."""
         if not match.declared and self.contract.undeclared == "refuse":
             raise Undeclared(
                 f"No rule of the contract matches {method} {path}, and others are not accepted: add a rule for it"
@@ -233,16 +235,19 @@ class Door(Generic[App]):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
 
     def operation(self, match: Match, request: Request) -> Plan[tuple[Operation | None, Caller]]:
-        """The operation that the request asks for, and its caller; no operation if the key is optional and was not sent."""
+        """Return the operation that the request names, and its caller.
+
+        The operation is None if the key is optional and was not sent.
+        """
         rule, headers = match.rule, request.headers
         if type(request.native) is not dict or REDRIVEN in request.native:
-            unfinished = redriven(request.native)
+            unfinished = find_redriven(request.native)
             if unfinished is not None:
-                return resumed(unfinished, rule), ("", "")
+                return check_resumable(unfinished, rule), ("", "")
         principal, tenant = caller = yield from self.caller(request)
         named = lines(headers, rule.key.name.lower())
         unique: str | None = None
-        if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
+        if rule.key.source == "header" and rule.unique_by is None:  # the common case needs no other part of the request
             key = rule.key.read(named)
         else:
             context = self._context(match, request, principal, tenant)
@@ -253,7 +258,7 @@ class Door(Generic[App]):
             raise MissingKey(f"Send a unique {place}: conditional updates take turns by their keys")
         if key is None:
             return None, caller
-        path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
+        path = request.path.rstrip("/") or "/"  # as rules match: an app may redirect from one to the other
         parts = (request.method, path, request.query, value_of(headers, "content-type"), request.body)
         fingerprint = self._fingerprints.of(rule, parts)
         scope = yield from self.scope(rule, match.route, request, caller)
@@ -270,12 +275,12 @@ class Door(Generic[App]):
         return operation, caller
 
     def caller(self, request: Request) -> Plan[Caller]:
-        """The names of the caller and of its tenant, which is empty if there are none."""
+        """Return the names of the caller and of its tenant, which is empty if keys do not belong to tenants."""
         tenant = (yield from principal_of(self.tenant, request)) if self.tenant is not None else ""
         return (yield from principal_of(self.principal, request)), tenant
 
     def scope(self, rule: Rule, route: str, request: Request, caller: Caller) -> Plan[str]:
-        """The owner of the key, by the rule's scope."""
+        """Return the scope of the key: its owner, as the rule's `scope` says."""
         principal, tenant = caller
         if callable(rule.scope):
             custom = yield from principal_of(rule.scope, request)
@@ -288,11 +293,11 @@ class Door(Generic[App]):
         if len(route) + len(principal) + len(tenant) <= LONGEST_REMEMBERED:
             if len(self._scopes) >= MOST_SCOPES:
                 self._scopes.clear()
-            self._scopes[asked] = (scope, rule)  # with the rule, so that its identity is not used again
+            self._scopes[asked] = (scope, rule)  # holds the rule, so that its id is not reused
         return scope
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
-        """The values that templates may name; the body only if they do, because otherwise it need not be JSON."""
+        """Return the values that templates may name.  The body is parsed only if a template names it: it may not be JSON."""
         headers: dict[str, list[str]] = {}
         for name, value in request.headers:
             headers.setdefault(name, []).append(value)
@@ -303,33 +308,33 @@ class Door(Generic[App]):
             "query": parse_qs(request.query, keep_blank_values=True),
             "headers": headers,
             "body": request.json() if request.body and reads_body(match.rule) else None,
-            "now": self.guard.clock.time() + self.guard.store.shift,  # a test's clock moves windows, too
+            "now": self.guard.clock.time() + self.guard.store.shift,  # `shift` is set if a test moves the store's clock
         }
 
     def policy(self, rule: Rule) -> Policy:
-        """The rule's policy; with if_match, updates of one resource run one after the other."""
+        """Return the rule's policy; with if_match, updates of one resource run one after the other."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
 
     def check_effects(self) -> None:
-        """Raise a ConfigurationError if a rule wants transactions and the store cannot lend them, or its driver is missing."""
+        """Raise ConfigurationError if a rule needs transactions and the store has none, or their driver is missing."""
         for rule in self.contract.rules:
             if rule.idempotent and self.enforces(rule) and rule.policy.effect == "transaction":
                 lender = self.guard.store.lender
                 if lender is None:
                     problem = NO_LENDER.format(url=hide_password(self.guard.store.url))
-                    raise ConfigurationError(f"The rule {rule.name!r} cannot be kept: {problem}")
+                    raise ConfigurationError(f"The rule {rule.name!r} cannot be applied: {problem}")
                 check_driver = getattr(lender, "check_driver", None)
                 if self.can_await and check_driver is not None:
                     check_driver()
 
     def rules_declared(self) -> None:
-        """Check what the rules need, once those on endpoints are known as well."""
+        """Check the requirements of all rules, when the rules on endpoints are known as well."""
         self.check_effects()
         self.rates = self.rates or default_rates(self.contract)
         self._warn(stacklevel=3)
 
     def _warn(self, stacklevel: int) -> None:
-        """Warn, once for each rule, that principals share its keys."""
+        """Warn, once for each rule without a principal, that all callers share its keys."""
         unscoped = frozenset(self.contract.unscoped)
         for name in sorted(unscoped - self._warned):
             text = f"The rule {name!r} has no principal: all callers that know a key see its outcome"
@@ -348,18 +353,18 @@ class Door(Generic[App]):
         policy: Policy | None = None,
         longest_wait: float | None = None,
     ) -> Plan[Response | Exchange | None]:
-        """Claim the operation: the response if the app is not to be called, else the exchange for which to call it.
+        """Claim the operation.  Return an exchange if the app must be called now, or a response to send instead.
 
-        None if the app is to be called unguarded: the key is optional and was not sent, an outer middleware guards this
-        operation, or the store is down and the rule says `store_down = "run"`.
+        Return None if the app must be called unguarded: the key is optional and was not sent, an outer middleware guards
+        this operation, or the store is down and the rule says `store_down = "run"`.
 
         Args:
             match: The rule of the request.
             request: The whole request.
             current_etag: Finds the resource's ETag, for a rule with `if_match`.
             mount: The prefix that the app is mounted at.
-            policy: That of the rule unless given.
-            longest_wait: How long to wait for a running attempt, even if the caller would wait longer.
+            policy: Used instead of the rule's policy.
+            longest_wait: The most seconds to wait for a running attempt, even if the caller would wait longer.
         """
         try:
             operation, caller = yield from self.operation(match, request)
@@ -394,17 +399,17 @@ class Door(Generic[App]):
         return Exchange(self, match, attempt, match.rule)
 
     def is_guarded(self, operation: Operation, native: Any) -> bool:
-        """Whether an outer middleware guards this operation of this request already: a second claim would wait for itself."""
+        """Whether an outer middleware has claimed this operation for this request: a second claim would wait for it."""
         outer = CURRENT.get()
         return outer is not None and outer.operation.id == operation.id and native_mapping(native).get(GUARDED) is outer
 
     def admit(
         self, rule: Rule, op: Op, request: Request, caller: Caller, current_etag: Plan[Etag] | None
     ) -> Plan[None]:
-        """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
+        """Raise if the rule refuses the claimed operation: the caller sends too many new keys, or If-Match does not hold."""
         if rule.rate is not None and op.attempt == 1:
             if self.rates is None:
-                self.rules_declared()  # the rule was found later
+                self.rules_declared()  # the rule was added after the counter was chosen
             principal, tenant = caller
             assert self.rates is not None, "a rule with a rate has a counter"
             yield Admission(self.rates, rule, join(rule.name, tenant, principal))
@@ -415,38 +420,41 @@ class Door(Generic[App]):
     # From an answer to a response
 
     def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
-        """The outcome of a response, redacted if it is kept: a tombstone if it is too large, or could not be redacted."""
+        """Return the outcome of a response, redacted if it is kept.
+
+        It is a tombstone if the response is too large, or if `redact` has failed.
+        """
         if len(body) > rule.max_response:
             return Outcome("tombstone", status, body=b"size")
         outcome = Outcome("response", status, kept_headers(headers, self._keep), body)
-        # With unique_by, a second record may keep what the rule itself does not.
+        # With unique_by, the unique record may keep an outcome that the rule itself does not keep.
         if self.redact is None or not (rule.unique_by is not None or is_final(outcome, rule.policy)):
             return outcome
         try:
             redacted = self.redact(outcome)
             if not isinstance(redacted, Outcome):
-                raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
-            return decode_outcome(encode_outcome(redacted))  # not later: a text for a body could not be settled
-        except Exception:  # it happened, so a retry must not do it again
-            log.exception("The redact function failed; the outcome is not kept, only that it happened")
+                raise TypeError(f"The redact function returned a {type(redacted).__name__}: return an Outcome")
+            return decode_outcome(encode_outcome(redacted))  # checked now: `settle` cannot store a text as body
+        except Exception:  # the effect has happened, so a retry must not perform again
+            log.exception("The redact function failed; %s stores a tombstone without the response", rule.name)
             return Outcome("tombstone", status)
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
-        """The headers that tell how the response came about: stored, replayed or unstored (and why); and its expiry."""
+        """Return the headers that say whether the response is stored, replayed or unstored (and why), and when it expires."""
         status, is_tombstone = rule.status_header, answer.outcome.kind == "tombstone"
         how = "unstored" if is_tombstone or answer.how in ("released", "unknown") else answer.how
         value = getattr(status, how)
         found = [(status.name.lower(), value)] if status.name and value else []
         if how == "unstored":
             reason = answer.outcome.body.decode() if is_tombstone else "store" if answer.how == "unstored" else ""
-            if found and reason:  # else it is the rule's own wish
+            if found and reason:  # without a reason, the rule itself does not keep such responses
                 found.append(("idempotency-reason", reason))
         elif answer.expires_at is not None and status.expires:
             found.append((status.expires.lower(), http_date(int(answer.expires_at))))
         return found
 
     def replay(self, answer: Answer, rule: Rule, operation: Operation | None = None) -> Response:
-        """The stored response, as it was; observers are told if the *operation* has a corrupt record."""
+        """Return the stored response as it was.  If it cannot be shown, tell the observers of *operation*, and refuse."""
         outcome = answer.outcome
         if outcome.kind != "response":
             try:
@@ -462,18 +470,17 @@ class Door(Generic[App]):
     def refusal(
         self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None, mount: str = ""
     ) -> Response:
-        """The problem document for an error; *mount* is the prefix that the app is mounted at."""
+        """Return the problem document for an error; *mount* is the prefix that the app is mounted at."""
         return problem_response(
             error, match, operation, self.problem_base, self.status_path, mount=mount, body=self.problem
         )
 
 
 class Exchange(msgspec.Struct, frozen=True, eq=False):
-    """A guarded request that is performed now: the app is called, and one verb records how that has ended.
+    """A guarded request that is performed now.  The middleware calls the app, and records the end with one verb.
 
-    A verb returns when the ledger has it: the headers that tell of it, or the `Response` that the client gets instead of the
-    app's own.  That is so if this attempt was too slow, and another's outcome counts; or if the database refused the
-    transaction.
+    A verb returns when the ledger has recorded the end.  `record` and `record_stream` return headers to add to the app's
+    response, or a `Response` to send instead: a successor's outcome if this attempt was too slow, or a refusal.
     """
 
     door: Door[Any]
@@ -484,19 +491,19 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
     def record(
         self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None
     ) -> Plan[Response | list[tuple[str, str]]]:
-        """Record a complete response: its outcome is durable, or the headers say that it is not."""
+        """Record a complete response.  Return the headers that say how it was stored, or a Response to send instead."""
         return self._finish(self.settle(status, headers, body, cause))
 
     def record_stream(self, status: int, *, has_length: bool) -> Plan[Response | list[tuple[str, str]]]:
-        """Record that it happened, before the first byte of a response that is not held back.
+        """Record that the operation happened, before the first byte of a response that is not held back.
 
-        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
-        but a transaction is rolled back at once.
+        If the rule keeps no such response, the attempt goes on until the response has ended, and the caller then releases
+        it; but a transaction is rolled back immediately.
         """
         return self._finish(self.settle_stream(status, has_length=has_length))
 
     def fail(self, error: BaseException) -> Plan[Response | None]:
-        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
+        """Record that the app raised *error*.  Return a Response to send instead of the error, or None to raise it."""
         try:
             yield from self.attempt.fail(error)
         except StoreError as refused:  # the database refused the transaction: the client's retry is safe
@@ -511,14 +518,14 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
         return self.replay(answer) if answer.how == "replayed" else self.headers(answer)
 
     def settle(self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None) -> Plan[Answer]:
-        """The answer of `record`, which raises if the client is not to get the app's response.
+        """Record a complete response, as `record` does; return the answer, or raise the refusal.
 
-        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
-        database's refusal of the transaction.
+        *cause* is the exception behind an error page, if the framework gives it: the rule's `doubt` may name it, or the
+        database may have refused the transaction with it.
         """
         attempt = self.attempt
         if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
-            return attempt.fail(cause)  # type: ignore[return-value]  # it raises what the client is to be told
+            return attempt.fail(cause)  # type: ignore[return-value]  # raises the refusal for the client
         outcome = self.door.outcome(self.rule, status, headers, body)
         return self._withdraw(outcome) if status in REPEATING_REDIRECTS else attempt.settle(outcome, cause)
 
@@ -527,8 +534,8 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
         return Answer(outcome, "released")
 
     def settle_stream(self, status: int, *, has_length: bool) -> Plan[Answer]:
-        """The answer of `record_stream`."""
-        attempt, tombstone = self.attempt, unkept(self.rule, status, has_length=has_length)
+        """Record a stream, as `record_stream` does; return the answer, or raise the refusal."""
+        attempt, tombstone = self.attempt, stream_tombstone(self.rule, status, has_length=has_length)
         is_kept = (has_length or self.rule.streams != "release") and attempt.keeps(tombstone)
         if is_kept or attempt.doubts(tombstone):
             return (yield from attempt.settle(tombstone))
@@ -546,13 +553,13 @@ class Exchange(msgspec.Struct, frozen=True, eq=False):
         return self.door.refusal(error, self.match, self.attempt.operation)
 
 
-def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:
-    """The tombstone of a response that is not held back, with the reason: it is too long, or nobody knows how long it is."""
+def stream_tombstone(rule: Rule, status: int, *, has_length: bool) -> Outcome:
+    """Return the tombstone of a response that is not held back; its body is the reason: "size" or "streaming"."""
     return Outcome("tombstone", status, body=b"size" if has_length or rule.streams == "store" else b"streaming")
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
-    """When the key was made, if the request tells: by a header, or by the key itself (UUIDv7)."""
+    """Return the time when the key was made, from a header or from the key itself (UUIDv7); None if it is not known."""
     if not rule.first_sent:
         return uuid7_time(key, rule.key.format)
     text = value_of(headers, rule.first_sent.lower())
@@ -564,12 +571,15 @@ def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
         ) from error
     if sent is None:
         return None
-    return (sent if sent.tzinfo else sent.replace(tzinfo=UTC)).timestamp()  # one of HTTP's three forms names no zone
+    return (sent if sent.tzinfo else sent.replace(tzinfo=UTC)).timestamp()  # one of HTTP's three date forms has no zone
 
 
 def wait_of(headers: Headers, most: float | None = None) -> float | None:
-    """How long the caller waits (X-Request-Timeout: seconds, or `500ms`); *most* if it does not say, not readably, or longer."""
-    if isinstance(headers, Fields) and "x-request-timeout" not in headers.first:  # as most requests
+    """Return how long the caller waits (X-Request-Timeout: seconds, or `500ms`), but not more than *most*.
+
+    Return *most* if the header is missing or not a duration.
+    """
+    if isinstance(headers, Fields) and "x-request-timeout" not in headers.first:
         return most
     text = value_of(headers, "x-request-timeout")
     if not text or len(text) > LONGEST_TIMEOUT:
@@ -582,7 +592,7 @@ def wait_of(headers: Headers, most: float | None = None) -> float | None:
 
 
 def reads_body(rule: Rule) -> bool:
-    """Whether the rule makes a key from the body."""
+    """Whether the rule makes its key, or its unique_by, from the body."""
     templates = [template for template in (rule.key.template, rule.unique_by) if template is not None]
     fields = [part for template in templates for part in template.parts if isinstance(part, Field)]
     return rule.key.source == "body" or any(field.text.startswith("body") for field in fields)

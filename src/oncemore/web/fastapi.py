@@ -15,5 +15,5 @@ __all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idem
 
 
 async def current_operation() -> Op:
-    """The running operation, for `op: Annotated[Op, Depends(current_operation)]`."""
+    """Return the running operation, as a dependency: `op: Annotated[Op, Depends(current_operation)]`."""
     return context.current_operation()

@@ -1,4 +1,4 @@
-"""Build a middleware for a server that has none: a request goes in, and out comes a stored response, or the one performed now.
+"""For servers without a middleware of their own: pass in a request, and get the stored response, or perform it now.
 
     idempotency = Idempotency(guard=Guard("sqlite:///once.db"), contract=contract)
 
@@ -9,7 +9,7 @@
         request = Request(native.method, native.path, native.query, native.headers, await native.read(), native)
         return await idempotency.arun(request, perform)
 
-Rules, scopes, headers, refusals and the status lookup are those of every other integration.
+Rules, scopes, headers, refusals and the status lookup are the same as in the middlewares of frameworks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATUS_METHODS = ("GET", "HEAD")
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """A response with a body that the server sends by itself afterwards: that it happened is recorded first, its body is not."""
+    """A response whose body the server streams itself afterwards.  A tombstone is recorded first; the body is not stored."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -48,33 +48,33 @@ Answered = Response | Streamed
 
 
 class Idempotency(Door[Any]):
-    """Guards requests of any server.  Headers are pairs with their names in lower case; paths are decoded."""
+    """Guards requests of any server.  Pass headers as pairs with names in lower case, and decoded paths."""
 
     can_await = True
 
     def body_limit(self, method: str, path: str, headers: Headers) -> int | None:
-        """How long the body of a guarded request may be, in bytes; None if the request passes untouched.
+        """Return the most bytes that the body of a guarded request may have, or None if the request passes untouched.
 
-        Read that much of a guarded request's body, and a byte more, then call `run` or `arun`: a longer body is refused, or in
-        shadow mode passed on, so `perform` must still find it whole.
+        Read the body up to one byte more than that, then call `run` or `arun`.  They refuse a body that is too long.  Shadow
+        mode passes it on instead, so let `perform` read the complete body.
         """
         if method in SAFE_METHODS:
             return 0 if path == self.status_path and method in STATUS_METHODS else None
         try:
             match = self.match(method, path, headers, None)
-        except OncemoreError:  # `run` answers with it
+        except OncemoreError:  # `run` sends this refusal
             return self.contract.default.max_request
         return None if match is None else match.rule.max_request
 
     def run(
         self, request: Request, perform: Callable[[], Answered], *, etag: Callable[[], Etag] | None = None
     ) -> Answered:
-        """The response to *request*: stored, refused, or the one that *perform* returns, with its outcome recorded.
+        """Return the response to *request*: a stored one, a refusal, or the result of *perform*, after recording its outcome.
 
         Args:
             request: The whole request.
-            perform: Called if nobody has performed the operation yet.
-            etag: The status and the ETag of the resource as it is now, for rules with `if_match`.
+            perform: Called if the operation has not been performed yet.
+            etag: Returns the status and the ETag of a GET of the resource, for rules with `if_match`.
         """
         return run(self._answer(run(self.begin_exchange(request, etag)), request, perform))
 
@@ -85,7 +85,7 @@ class Idempotency(Door[Any]):
         *,
         etag: Callable[[], Awaitable[Etag]] | None = None,
     ) -> Answered:
-        """As `run`, for an async server.  If the caller is cancelled, an operation that has begun is finished first."""
+        """Do the same as `run`, for an async server.  If the caller is cancelled, finish an operation that has begun first."""
         found = await arun(self.begin_exchange(request, etag))
         answering = arun(self._answer(found, request, perform))
         return await (finish_despite_cancel(answering) if isinstance(found, Exchange) else answering)
@@ -93,7 +93,7 @@ class Idempotency(Door[Any]):
     def _answer(
         self, found: Response | Exchange | Shadow | None, request: Request, perform: Callable[[], Any]
     ) -> Plan[Answered]:
-        """Perform, if there is no response yet, and record the outcome."""
+        """Return the response that was *found*; if there is none yet, perform and record the outcome."""
         if isinstance(found, Response):
             return found
         if isinstance(found, Shadow):
@@ -104,7 +104,7 @@ class Idempotency(Door[Any]):
             with running(found.attempt.op):
                 response = yield Call(perform)
             if not isinstance(response, Answered):
-                raise TypeError(f"perform gave a {type(response).__name__}: let it return a Response or a Streamed")
+                raise TypeError(f"perform returned a {type(response).__name__}: return a Response or a Streamed")
         except GeneratorExit:
             found.attempt.drop()
             raise
@@ -114,7 +114,7 @@ class Idempotency(Door[Any]):
                 raise
             return refused
         recorded = yield from record(found, response)
-        yield from found.attempt.release()  # does nothing unless it is a stream that is not to be remembered
+        yield from found.attempt.release()  # does nothing unless it is a stream that the rule does not keep
         if isinstance(recorded, Response):
             return recorded
         return msgspec.structs.replace(response, headers=[*response.headers, *recorded])
@@ -122,9 +122,9 @@ class Idempotency(Door[Any]):
     def begin_exchange(
         self, request: Request, etag: Callable[[], Any] | None = None
     ) -> Plan[Response | Exchange | Shadow | None]:
-        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun.
+        """Return the exchange that has begun, or the response if nothing must be performed.
 
-        In shadow mode, a `Shadow`, with which to perform.
+        Return None if the request is not guarded, and a `Shadow` to perform with in shadow mode.
         """
         match = None
         if request.method in SAFE_METHODS:
@@ -143,7 +143,7 @@ class Idempotency(Door[Any]):
 
 
 def record(exchange: Exchange, response: Answered) -> Plan[Response | list[tuple[str, str]]]:
-    """Record a response, or a stream: the headers that tell of it, or a response that the client gets instead."""
+    """Record a response or a stream.  Return the headers to add, or a Response to send instead."""
     headers = [(name.lower(), value) for name, value in response.headers]
     if isinstance(response, Response):
         return exchange.record(response.status, headers, response.body)
@@ -151,7 +151,7 @@ def record(exchange: Exchange, response: Answered) -> Plan[Response | list[tuple
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:
-    """The ETag of the resource, as the server's own function tells it."""
+    """Call the server's own function for the ETag of the resource."""
     if etag is None:
         raise ConfigurationError(
             f"The rule {match.rule.name!r} has if_match, and the ETag is not known: pass etag= to run or arun"

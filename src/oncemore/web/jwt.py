@@ -1,4 +1,4 @@
-"""The principal from a JSON Web Token, verified before it is believed; needs `pip install 'oncemore[jwt]'`.
+"""Reads the principal from a JSON Web Token and verifies the token; needs `pip install 'oncemore[jwt]'`.
 
 IdempotencyMiddleware(app, guard=guard, principal=jwt("sub", key=PUBLIC_KEY, algorithms=["RS256"]))
 """
@@ -27,22 +27,22 @@ def jwt(
     issuer: str | Sequence[str] | None = None,
     leeway: float = 0,
 ) -> HeaderPrincipal:
-    """A principal function: the *claim* of the bearer token, which keeps its value when the token is renewed.
+    """Return a principal function that reads the *claim* of the bearer token: it stays the same if the token is renewed.
 
-    The token is verified by PyJWT, its signature and its expiry, because a stored response is sent before the application
-    has verified anything.  A request without a valid token gets 401, and nothing runs.
+    PyJWT verifies the token's signature and expiry, because a stored response is sent before the application has verified
+    anything.  A request without a valid token gets 401, and nothing runs.
 
     Args:
         claim: The claim that names the caller, such as `"sub"`.
         key: The key that signatures are verified with, as `jwt.decode` takes it; or a list of keys while they rotate.
-        algorithms: The algorithms that are accepted, such as `["RS256"]`.
-        audience: The audience that a token must name; None if its tokens name none.
-        issuer: The issuer that a token must name.
-        leeway: Seconds by which clocks may differ.
+        algorithms: The accepted algorithms, such as `["RS256"]`.
+        audience: The audience that a token must name; None if your tokens name no audience.
+        issuer: The issuer that a token must name; None accepts any.
+        leeway: The seconds by which clocks may differ.
     """
     if isinstance(algorithms, str) or not algorithms or any(name.lower() == "none" for name in algorithms):
         raise ConfigurationError(
-            f"algorithms = {algorithms!r} verifies nothing: write the ones that your tokens are signed with, as in ['RS256']"
+            f"algorithms = {algorithms!r} verifies nothing: list the algorithms of your tokens, as in ['RS256']"
         )
     keys = list(key) if isinstance(key, list | tuple) else [key]
     if not all(keys):
@@ -52,7 +52,7 @@ def jwt(
 
 
 class JwtPrincipal(HeaderPrincipal):
-    """One claim of the bearer token in the Authorization header."""
+    """Returns one claim of the bearer token in the Authorization header."""
 
     def __init__(self, claim: str, keys: list[Any], options: dict[str, Any]) -> None:
         self.claim = claim
@@ -63,14 +63,14 @@ class JwtPrincipal(HeaderPrincipal):
         found = lines(headers, "authorization")
         scheme, _, token = found[0].partition(" ") if len(found) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
-            raise InvalidPrincipal("Send one Authorization header with a bearer token: the key belongs to its subject")
+            raise InvalidPrincipal("Send one Authorization header with a bearer token: keys belong to its owner")
         name = self._verified(token.strip()).get(self.claim)
         if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
-            raise InvalidPrincipal(f"The bearer token has no {self.claim!r}, to which the key could belong")
+            raise InvalidPrincipal(f"The bearer token has no claim {self.claim!r}, which names the owner of the key")
         return name
 
     def _verified(self, token: str) -> dict[str, Any]:
-        """The claims of the token, if one of the keys has signed it."""
+        """Return the claims of the token.  Raise InvalidPrincipal if no key verifies it."""
         reason: Exception | None = None
         for key in self.keys:
             try:

@@ -1,4 +1,4 @@
-"""Responses of our own: problem documents (RFC 9457) for errors, and values that stand for no response."""
+"""The middleware's own responses: problem documents (RFC 9457) for errors, and responses made from values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBLEM = ("content-type", "application/problem+json")
 
 ProblemBody = Callable[[dict[str, Any]], Any]
 
-# Instead of a detail that is for the operator: it names functions, commands, or what a crashed attempt has left in its note.
+# Sent in place of an error's own detail, which is for the operator: it may name functions, commands or a crashed attempt's note.
 FOR_CLIENTS = {
     "CONFLICT.idempotency.outcome_unknown": (
         "An earlier attempt with this key was interrupted, and whether it took effect is not known.  Look the result up; do "
@@ -37,7 +37,7 @@ FOR_CLIENTS = {
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A whole response, without its Content-Length."""
+    """A complete response, without its Content-Length."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -45,7 +45,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def status_line(status: int) -> str:
-    """The status with its phrase, as WSGI and load balancers want it."""
+    """Return the status with its phrase, as WSGI and load balancers require it."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
@@ -61,16 +61,16 @@ def problem_response(
     mount: str = "",
     body: ProblemBody | None = None,
 ) -> Response:
-    """The response to an operation that was refused, or could not be looked up.
+    """Return the response to an operation that was refused, or could not be looked up.
 
     Args:
-        error: Why.
+        error: The reason.
         match: The rule, if one was found.
         operation: The operation, if the request had a key.
         base: The text before the error's code in the `type` member.
-        status_path: Where an operation that is still running can be looked up, if that is possible.
+        status_path: The path of the status lookup; None if there is none.
         mount: The prefix that the app is mounted at.
-        body: From the members of the problem document to the JSON that is sent instead.
+        body: Takes the members of the problem document and returns the JSON body to be sent instead.
     """
     is_accepted = isinstance(error, InProgress) and match is not None and match.rule.policy.in_flight == "accepted"
     if is_accepted and match and operation and status_path:
@@ -91,7 +91,7 @@ def problem_response(
     if body is not None:
         try:
             return Response(status, [JSON, *headers], encode_json(body(dict(members))))
-        except Exception:  # the client is told of its own error, not of this one
+        except Exception:  # the client still gets the original error
             log.exception("The problem function failed; a problem document is sent instead")
     return Response(status, [PROBLEM, *headers], encode_json(members))
 
@@ -100,7 +100,7 @@ STRIPE_CODES = {"CONFLICT.idempotency.in_progress": "idempotency_key_in_use", "R
 
 
 def stripe_problem(problem: dict[str, Any]) -> dict[str, Any]:
-    """The error body that Stripe's SDKs read, for a problem document: they raise IdempotencyError or InvalidRequestError."""
+    """Return a problem document as the error body that Stripe's SDKs read, so that they raise their own exceptions."""
     code: str = problem["error_code"]
     if code.startswith("CONFLICT.idempotency."):
         kind = "idempotency_error"
@@ -110,7 +110,7 @@ def stripe_problem(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, str]]:
-    """When to retry, if the error may pass."""
+    """Return the Retry-After header, if the error may be temporary."""
     seconds = error.retry_after
     if isinstance(error, InProgress) and match is not None:
         seconds = match.rule.retry_after
@@ -120,7 +120,7 @@ def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, st
 
 
 def accepted(error: OncemoreError, match: Match, operation: Operation, status_path: str, prefix: str) -> Response:
-    """202: the operation is running, and the status URL tells how it goes."""
+    """Return a 202: the operation is running, and its state is at the status URL."""
     path = status_path if status_path.startswith(f"{prefix}/") else prefix + status_path
     url = f"{quote(path)}?{urlencode({'operation': match.route, 'key': operation.key})}"
     body: dict[str, Any] = {"state": "running", "operation": match.route, "key": operation.key, "status_url": url}
@@ -128,7 +128,7 @@ def accepted(error: OncemoreError, match: Match, operation: Operation, status_pa
 
 
 def value_response(outcome: Outcome) -> Outcome:
-    """The response that stands for a resolver's value, or for no value; OutcomeNotKept if there is none to show."""
+    """Return a 200 with a resolver's value as JSON, or without a body if the value is None.  Else raise OutcomeNotKept."""
     if outcome.kind != "value":
         raise OutcomeNotKept("The operation was performed once, but its response was not kept; look up its result")
     value = replayed(outcome, types=None)
@@ -137,4 +137,4 @@ def value_response(outcome: Outcome) -> Outcome:
     try:
         return Outcome("response", 200, (JSON,), encode_json(value))
     except (TypeError, ValueError) as error:
-        raise OutcomeNotKept("The operation was performed once, but its result is no JSON; look it up") from error
+        raise OutcomeNotKept("The operation was performed once, but its result is not JSON; look it up") from error

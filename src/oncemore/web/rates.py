@@ -1,4 +1,4 @@
-"""The rate of new keys per principal, counted by the `limits` package: 429 with Retry-After when it is used up."""
+"""Limits the rate of new keys per principal with the package `limits`: above it, a request gets 429 with Retry-After."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = logging.getLogger("oncemore.web")
 class Rates(Protocol):
     """Counts the new keys of each owner.
 
-    A counter that never blocks may say so (`blocking = False`); any other is called in a thread, not on the event loop.
+    On an event loop, `admit` is called in a thread, unless the counter has `blocking = False` because it never blocks.
     """
 
     def admit(self, rule: Rule, owner: str) -> None:
-        """Count one new key of *owner* under the rule; raise RateLimited if it is one too many."""
+        """Count one new key of *owner* under the rule.  Raise RateLimited if it exceeds the rate."""
 
 
 class NotCounted(Refusal, StoreUnavailable):
-    """New keys cannot be counted now, so none are accepted.  Nothing was claimed: a retry's key is still new."""
+    """New keys cannot be counted now, so none are accepted.  The claim is withdrawn, so a retry's key is still new."""
 
 
 class NewKeys:
     """Counts new keys in a *storage* of `limits`: `memory://` is this process's own, `redis://...` is shared.
 
-    The window slides, by a weighted count of this window and the last: it takes the same small room for every rate.
+    The window slides: it is a weighted count of the present and the last window, which takes little memory at any rate.
     """
 
     def __init__(self, storage: str = "memory://", **options: Any) -> None:
@@ -46,17 +46,17 @@ class NewKeys:
             raise MissingDriver("Rates need a package; install it with: pip install 'oncemore[limits]'") from error
         shown = hide_password(storage)
         if storage.startswith("async+"):
-            raise ConfigurationError(f"{shown!r} cannot count new keys: drop the async+, it is asked in a thread")
+            raise ConfigurationError(f"{shown!r} cannot count new keys: remove 'async+' (a thread calls it)")
         try:
             found: Any = storage_from_string(storage, **options)
             self._limiter = SlidingWindowCounterRateLimiter(found)
         except (UnknownStorage, NotImplementedError) as error:
-            reason = str(error).replace(storage, shown)  # without its cause, which shows the password
+            reason = str(error).replace(storage, shown)  # raised without its cause, which shows the password
             raise ConfigurationError(f"{shown!r} cannot count new keys: {reason}") from None
         self.blocking = not storage.startswith("memory:")
 
     def admit(self, rule: Rule, owner: str) -> None:
-        """Count one new key of *owner*; if it is one too many, raise a RateLimited that says when to retry."""
+        """Count one new key of *owner*.  If it exceeds the rate, raise a RateLimited that says when to retry."""
         from limits import RateLimitItemPerSecond
 
         if rule.rate is None:
@@ -69,7 +69,7 @@ class NewKeys:
         except Exception as error:
             if rule.store_down != "run":
                 raise NotCounted("New keys cannot be counted now, so none are accepted", retry_after=1.0) from error
-            log.error("New keys of %s cannot be counted, and are accepted: %s", rule.name, error)
+            log.error("The counter of new keys fails, so %s accepts them uncounted: %s", rule.name, error)
             return
         raise RateLimited(
             f"At most {rule.rate.count} new operations are accepted in {rule.rate.window:g} seconds; retry with the same key",
@@ -89,5 +89,5 @@ class Admission(Call):
 
 
 def default_rates(contract: Contract) -> Rates | None:
-    """The counter in this process's memory, if a rule has a rate."""
+    """Return a counter in this process's memory if a rule has a rate, else None."""
     return NewKeys() if any(rule.rate is not None for rule in (*contract.rules, contract.default)) else None

@@ -1,4 +1,4 @@
-"""Finishes a request without its client: calls the app, through its middleware, with the request that was kept."""
+"""Finishes an operation without its client: calls the app, with its middleware, with the stored request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._runtime.plan import Plan
 from ..errors import ConfigurationError
 from .request import Request, native_mapping
 
-# In a scope or environ: the operation to be finished.  A client cannot set it, because all that it sends is text.
+# The key of the operation to be finished, in a scope or environ.  A client cannot set it, because it can send only text.
 REDRIVEN = "oncemore.redriven"
 
 # Headers that are credentials, or belong to one connection.  If the app needs credentials, give them to `Redrive`.
@@ -52,14 +52,14 @@ NOT_KEPT = frozenset(
 )
 
 
-def redriven(native: Any) -> Operation | None:
-    """The operation that this request continues; None for a client's own request."""
+def find_redriven(native: Any) -> Operation | None:
+    """Return the operation that this request continues, or None for a client's own request."""
     found = native_mapping(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 
-def resumed(operation: Operation, rule: Rule) -> Operation:
-    """The operation to be continued; a ConfigurationError if its rule has changed and would begin it anew."""
+def check_resumable(operation: Operation, rule: Rule) -> Operation:
+    """Return the operation to be continued.  Raise ConfigurationError if its rule no longer runs in steps."""
     if rule.policy.effect != "steps":
         raise ConfigurationError(
             f"{operation.name} {operation.key!r} is unfinished, and its rule is now {rule.name!r} with effect = "
@@ -69,8 +69,8 @@ def resumed(operation: Operation, rule: Rule) -> Operation:
 
 
 def check_passed(native: Any) -> None:
-    """Raise if a request that continues an operation would pass unguarded: the app would do all of it again each time."""
-    operation = redriven(native)
+    """Raise if a request that continues an operation would pass unguarded: the app would perform it again each time."""
+    operation = find_redriven(native)
     if operation is not None and CURRENT.get() is None:  # else an outer middleware guards it
         raise ConfigurationError(
             f"{operation.name} {operation.key!r} is unfinished, and no rule of this middleware's contract guards its request: "
@@ -79,14 +79,14 @@ def check_passed(native: Any) -> None:
 
 
 def kept_request(request: Request) -> dict[str, Any]:
-    """The part of a request that is stored, in plain values and without credentials."""
+    """Return the request as plain values, without credentials, to be stored in its operation's record."""
     headers = [[name, value] for name, value in request.headers if name not in NOT_KEPT]
     method, path, query = request.method, request.path, request.query
     return {"method": method, "path": path, "query": query, "headers": headers, "body": request.body}
 
 
 class Redrive:
-    """For a `Completer`: continues unfinished requests of an app that has the middleware inside it.
+    """Continues unfinished requests for a `Completer`: *app* is the application with its middleware.
 
     *headers* are added to each request, for instance the completer's own credentials.  *mount* is the prefix at which the
     server has mounted the app (root_path, SCRIPT_NAME), if any.
@@ -106,7 +106,7 @@ class Redrive:
 
 
 class RedriveAsgi(Redrive):
-    """An ASGI app, called on the completer's own loop: use the awaited forms of the completer."""
+    """Calls an ASGI app on the completer's event loop: use the completer's `arun_once()` or `arun()`."""
 
     def drive(self, operation: Operation, request: Any) -> Plan[None]:
         yield Do(needs_a_loop, lambda: self._call_app(operation, request))
@@ -118,11 +118,11 @@ class RedriveAsgi(Redrive):
         async def receive() -> MutableMapping[str, Any]:
             if messages:
                 return messages.pop()
-            await answered.wait()  # before that, the app must not believe that its client has gone
+            await answered.wait()  # earlier, the app might stop because its client has left
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
-            """Drop the response: it is in the ledger."""
+            """Drop the response, because the ledger has it."""
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 answered.set()
 
@@ -153,7 +153,7 @@ def needs_a_loop() -> None:
 
 
 class RedriveWsgi(Redrive):
-    """A WSGI app, called on a thread of the completer's."""
+    """Calls a WSGI app on the completer's thread."""
 
     def drive(self, operation: Operation, request: Any) -> Plan[None]:
         yield Do(lambda: self._call_app(operation, request), None)
@@ -198,5 +198,5 @@ class RedriveWsgi(Redrive):
 
 
 def native(path: str) -> str:
-    """A path as WSGI carries it: the bytes of its UTF-8 as latin-1."""
+    """Return a path as WSGI carries it: the bytes of its UTF-8, decoded as latin-1."""
     return path.encode().decode("latin-1")

@@ -1,4 +1,4 @@
-"""A request as every integration describes it: its path, its headers, its caller, and its fingerprint."""
+"""A request in the form that all middlewares share: its path, headers, caller and fingerprint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, Principa
 
 log = logging.getLogger("oncemore.web")
 
-Headers = Sequence[tuple[str, str]]  # names in lower case, in the order they came
+Headers = Sequence[tuple[str, str]]  # names in lower case, in the order of the request
 
 GUARDED = "oncemore.guarded"  # in the ASGI scope or WSGI environ of a guarded request: its `Op`
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """A request: names of headers in lower case, *path* decoded, *body* whole."""
+    """A request.  The names of its headers are in lower case, *path* is decoded, and *body* is complete."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         return Request(self.method, self.path, self.query, self.headers, body, self.native)
 
     def json(self) -> Any:
-        """The decoded body, for keys that are made from it."""
+        """Return the body decoded from JSON, for a key that is made from it."""
         try:
             return read_json(self.body)[0]
         except InvalidPayload as error:
@@ -55,15 +55,15 @@ def check_length(rule: Rule, length: int) -> None:
 
 
 def native_mapping(request: Any) -> Any:
-    """The dictionary of a framework's request: an ASGI scope, a WSGI environ, or the one behind a Django request."""
+    """Return the dictionary of a framework's request: an ASGI scope, a WSGI environ, or either behind a Django request."""
     if isinstance(request, dict):
         return request
     meta = getattr(request, "META", None)
-    return {} if meta is None else getattr(request, "scope", None) or meta  # others, as Sanic's, may refuse to be asked
+    return {} if meta is None else getattr(request, "scope", None) or meta  # only Django's: Sanic's `scope` may raise
 
 
 def mount_prefix(path: str, inner: str) -> str:
-    """The prefix of an app that sees *path* as *inner*."""
+    """Return the prefix that an app is mounted at, if it sees *path* as *inner*."""
     return path.removesuffix(inner) if path.endswith(inner) else ""
 
 
@@ -71,7 +71,7 @@ def mount_prefix(path: str, inner: str) -> str:
 
 
 class Fields(list[tuple[str, str]]):
-    """The headers of an ASGI request, decoded, with the first value of each by name, because many are asked for."""
+    """The decoded headers of a request, with the first value of each name in a dictionary, for fast lookups."""
 
     __slots__ = ("first",)
 
@@ -80,8 +80,8 @@ class Fields(list[tuple[str, str]]):
         self.first = dict(reversed(self))
 
 
-# An inner GET, which asks for the ETag of a resource, leaves these headers of the request out: they describe its body, or
-# the condition on which the resource is wanted, or a part of it.
+# To find the ETag of a resource, the middleware sends the app an inner GET without these headers of the request: they
+# describe the request's body, its condition, or a part of the resource.
 NOT_OF_A_GET = frozenset(
     {
         "content-length",
@@ -126,7 +126,7 @@ NEVER_KEPT_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit", "idempotency-
 
 
 def value_of(headers: Headers, name: str) -> str:
-    """The first value of the header *name*, or an empty text."""
+    """Return the first value of the header *name*, or an empty text."""
     if isinstance(headers, Fields):
         return headers.first.get(name, "")
     for found, value in headers:
@@ -136,19 +136,19 @@ def value_of(headers: Headers, name: str) -> str:
 
 
 def is_sent(headers: Headers, name: str) -> bool:
-    """Whether the header *name* was sent, be it empty."""
+    """Whether the header *name* was sent, even if it is empty."""
     return name in headers.first if isinstance(headers, Fields) else bool(lines(headers, name))
 
 
 def lines(headers: Headers, name: str) -> list[str]:
-    """All values of the header *name*."""
+    """Return all values of the header *name*."""
     if isinstance(headers, Fields) and name not in headers.first:
         return []
     return [value for found, value in headers if found == name]
 
 
 def kept_headers(headers: Headers, allowed: frozenset[str] | None = None) -> tuple[tuple[str, str], ...]:
-    """The headers of a response that a replay repeats; with *allowed*, only those."""
+    """Return the headers of a response that a replay repeats; if *allowed* is given, no others than these."""
     kept = [field for field in headers if is_kept(field[0])]
     return tuple(kept if allowed is None else [field for field in kept if field[0] in allowed])
 
@@ -160,26 +160,26 @@ def is_kept(name: str) -> bool:
 
 # ── The caller: a key belongs to its principal, and no other principal ever sees its outcome ─────────────────────────
 
-Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope, WSGI environ, ...) to a name
+Principal = Callable[[Any], Any]  # takes the framework's own request (ASGI scope, WSGI environ, ...), returns a name
 
-# Not cookies: they change between two attempts (the first response may set one), and a retry would not be recognised.
+# Cookies are not here, because they change between two attempts: after the first response sets one, a retry is not recognised.
 CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key"})
 ANONYMOUS = "anonymous"
-# In the text of an object without a name, of a coroutine, or of a method that was meant to be called.  The address differs
-# from one request to the next, so no retry would be recognised.
+# In the text of an object without its own `__str__`, such as a coroutine or a method that was not called.  The address
+# differs from one request to the next, so no retry would be recognised.
 ADDRESS = " at 0x"
-LONGEST_CREDENTIALS = 4096  # credentials that are longer would fill our memory
+LONGEST_CREDENTIALS = 4096  # digests of longer credentials are not cached, because they would fill the memory
 
 
 class HeaderPrincipal:
-    """A principal function that is given the headers (names in lower case), and so is the same for every framework."""
+    """A principal function that takes the headers (names in lower case), and so works with every framework."""
 
     def __call__(self, headers: Headers) -> Any:
         raise NotImplementedError
 
 
 class StripeAccount(HeaderPrincipal):
-    """The connected account that a platform calls for: the same key of another account is another operation."""
+    """Returns the connected account that a platform calls for: the same key of another account is another operation."""
 
     def __call__(self, headers: Headers) -> str:
         for name in ("stripe-account", "stripe-context"):
@@ -190,12 +190,12 @@ class StripeAccount(HeaderPrincipal):
 
 
 def is_async(function: object) -> bool:
-    """Whether calling *function* gives a coroutine; it may be an object with an async `__call__`."""
+    """Whether *function* is async, or an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def principal_of(function: Principal | None, request: Request) -> Plan[str]:
-    """The caller's name: the result of *function*, else the authenticated user, else a digest of the credentials."""
+    """Return the caller's name: the result of *function* if given, else the authenticated user or the credentials' digest."""
     if function is None:
         return user_of(request.native) or credentials_of(request.headers) or anonymous()
     try:
@@ -205,7 +205,7 @@ def principal_of(function: Principal | None, request: Request) -> Plan[str]:
     except InvalidPrincipal:
         raise
     except Exception as error:
-        log.exception("The principal function failed")
+        log.exception("The principal function failed, so the request is refused")
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
     if found is None or found == "":
         raise InvalidPrincipal("The caller is not known, and a key belongs to its caller: send your credentials")
@@ -213,15 +213,15 @@ def principal_of(function: Principal | None, request: Request) -> Plan[str]:
     if isinstance(found, str):
         return name
     if ADDRESS in name:
-        raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
+        raise PrincipalFailed(f"The principal function returned a {type(found).__name__}: return a text or a number")
     return name
 
 
 def user_of(native: Any) -> str:
-    """The user that the framework has authenticated, or an empty text."""
+    """Return the user that the framework has authenticated, or an empty text."""
     if not isinstance(native, dict):
         user = getattr(native, "user", None)
-    elif native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it
+    elif native.get("REMOTE_USER"):  # set by the WSGI server; a header cannot forge it
         return f"user:{native['REMOTE_USER']}"
     else:
         user = native.get("user")
@@ -238,7 +238,7 @@ def user_of(native: Any) -> str:
 
 
 def credentials_of(headers: Headers) -> str:
-    """A digest of the headers by which the caller proves its identity."""
+    """Return a digest of the headers by which the caller proves its identity, or an empty text without them."""
     if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
         return ""
     found = tuple([field for field in headers if field[0] in CREDENTIALS])
@@ -260,7 +260,7 @@ remembered_digest = lru_cache(maxsize=4096)(digest)
 
 
 def warn_again() -> None:
-    """Let the next guarded request warn of its principal: each middleware that is made warns once of each kind."""
+    """Let the next guarded requests warn again of missing principals: each new middleware warns once of each kind."""
     warn_of_credentials.cache_clear()
     anonymous.cache_clear()
 
@@ -277,7 +277,7 @@ def warn_of_credentials() -> None:
 
 @lru_cache(maxsize=1)
 def anonymous() -> str:
-    """The principal that all callers without credentials share; warns once."""
+    """Return the principal that all callers without credentials share; warn once."""
     log.warning(
         "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
         "callers share one principal, and see each other's outcomes if they guess a key.  Give the "
@@ -290,25 +290,25 @@ def anonymous() -> str:
 
 Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
 
-MOST_FINGERPRINTS = 4096  # that are remembered
+MOST_FINGERPRINTS = 4096  # the most fingerprints to remember
 
 
 class Fingerprints:
-    """One fingerprinter for each rule, and the fingerprints of the latest requests: a repeat is not parsed again.
+    """Makes fingerprints with one fingerprinter for each rule, and remembers the latest: a repeat is not parsed again.
 
-    Requests are remembered by a digest of their bytes, because a card number that was sent must not stay in memory.
+    The requests themselves are remembered only as digests, because a card number must not stay in memory.
     """
 
     def __init__(self, secrets: tuple[bytes, ...]) -> None:
-        Fingerprinter(secrets=secrets)  # raises the error of a bad secret now, not at the first request
+        Fingerprinter(secrets=secrets)  # raises now if a secret is bad, not at the first request
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
-        self._latest: OrderedDict[bytes, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
+        self._latest: OrderedDict[bytes, str] = OrderedDict()  # a plain dict is slow at removing its oldest entry
 
     def of(self, rule: Rule, parts: Parts) -> str:
         """Return the fingerprint of a request under *rule*."""
         method, path, query, media_type, body = parts
-        head = f"{id(rule)} {method!r} {path!r} {query!r} {media_type!r} "  # quoted, so that no two requests read alike
+        head = f"{id(rule)} {method!r} {path!r} {query!r} {media_type!r} "  # quoted, so that two requests never look the same
         digest = hashlib.sha256(head.encode() + body).digest()
         found = self._latest.get(digest)
         if found is None:
@@ -318,16 +318,16 @@ class Fingerprints:
         return found
 
     def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:
-        """Whether a *stored* fingerprint is of the same request."""
+        """Whether the *stored* fingerprint is of the same request."""
         return self.fingerprinter(rule).matches(stored, *parts)
 
     def fingerprinter(self, rule: Rule) -> Fingerprinter:
-        """Return the fingerprinter of *rule*; kept by identity, because hashing a rule takes longer than all the rest."""
+        """Return the fingerprinter of *rule*.  It is looked up by the rule's identity, because hashing a rule is slow."""
         found = self._rules.get(id(rule))
         if found is None:
             settings: Any = rule.fingerprint
             made = Fingerprinter(
                 mode=settings.mode, include=settings.include, exclude=settings.exclude, secrets=self._secrets
             )
-            found = self._rules[id(rule)] = (rule, made)  # with the rule, so that its identity is not used again
+            found = self._rules[id(rule)] = (rule, made)  # holds the rule, so that its id is not reused
         return found[1]

@@ -1,4 +1,4 @@
-"""Shadow mode (`enforce=False`): requests pass untouched, and the ledger notes what would have been done with them."""
+"""Shadow mode (`enforce=False`): requests pass untouched, and the ledger notes how each would have been answered."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .request import Request, check_length
 
 log = logging.getLogger("oncemore.web")
 
-LEASE = 30.0  # seconds, for the record of a verdict, which is settled at once
-PAUSE = 30.0  # seconds for which requests pass unobserved after the ledger could not be reached
+LEASE = 30.0  # seconds, for the record of a verdict, which is settled immediately
+PAUSE = 30.0  # seconds for which requests pass unobserved after the ledger has failed
 
 
 class Shadow:
-    """One request that is passed on untouched: `begin` before the app is called, and `end` after it has answered.
+    """One request that is passed on untouched: call `begin` before the app, and `end` after it.
 
-    It has records of its own, apart from those of enforced rules, with the status of the response and nothing else.  Neither
-    verb raises or waits for another request: an error of the ledger is logged.  Asking a ledger that is down takes as long
-    as its timeout, so requests then pass unobserved for a while.
+    Its records are separate from the records of enforced rules, and store only the status of the response.  Neither verb
+    waits for another request or raises: errors of the ledger are logged.  Asking a ledger that is down takes until its
+    timeout, so requests then pass unobserved for a while.
     """
 
     def __init__(self, door: Door[Any], match: Match) -> None:
@@ -43,12 +43,12 @@ class Shadow:
         self.attempt: LeaseAttempt | None = None
 
     def begin(self, request: Request) -> Plan[None]:
-        """Find out what would be done with *request*, and report it: as an event, and in the ledger."""
+        """Find out how *request* would be answered.  If not by performing it, report that: as an event, and in the ledger."""
         rule, door, now = self.match.rule, self.door, SYSTEM.monotonic()
         if now < door.unobserved_until:
             return
         if door.unobserved_until:
-            door.unobserved_until = now + PAUSE  # this request finds out whether the ledger is back; the others go on
+            door.unobserved_until = now + PAUSE  # only this request asks the ledger; the others pass for another while
         operation = Operation(SHADOW, "", name=rule.name)
         try:
             self.door.check(self.match, request.method, request.path, request.headers)
@@ -64,7 +64,7 @@ class Shadow:
         except OncemoreError as error:
             yield from self._report(operation, "refused", error.code)
         except Exception:
-            log.exception("In shadow mode, it could not be found out what would be done with %s", rule.name)
+            log.exception("In shadow mode, a request of %s passed unobserved because of an error", rule.name)
         else:
             if verdict is not None:
                 yield from self._report(operation, verdict, code)
@@ -73,7 +73,7 @@ class Shadow:
         rule = self.match.rule
         shadowed = msgspec.structs.replace(operation, scope=f"{SHADOW}|{operation.scope}", unique=None, request=None)
         quiet = copy.copy(self.door.guard)
-        quiet.observers = ()  # nothing happens that they should hear of
+        quiet.observers = ()  # they are told of the verdict only, by `_report`
         attempt = LeaseAttempt(quiet, shadowed, shadow_policy(rule.policy))
         try:
             answer = yield from attempt.begin(0.0)
@@ -99,14 +99,14 @@ class Shadow:
         except StoreError as error:
             self._pause(error)
         except OncemoreError as error:
-            log.warning("In shadow mode, it could not be noted what would be done with %s: %s", operation.name, error)
+            log.warning("In shadow mode, a verdict of %s was not stored: %s", operation.name, error)
 
     def _pause(self, error: StoreError) -> None:
         self.door.unobserved_until = SYSTEM.monotonic() + PAUSE
         log.warning("The ledger fails, so requests pass unobserved for %.0f seconds: %s", PAUSE, error)
 
     def around(self, request: Request, perform: Callable[[], Any], status_of: Callable[[Any], int]) -> Plan[Any]:
-        """Return or raise the result of *perform*, with `begin` before it and `end` after it."""
+        """Call `begin`, *perform* and `end`; return or raise the result of *perform*."""
         yield from self.begin(request)
         try:
             response = yield Call(perform)
@@ -118,18 +118,18 @@ class Shadow:
             raise
         try:
             status = status_of(response)
-        except Exception:  # it is no response, and the server will say so
+        except Exception:  # it is not a response, and the server will report that
             status = None
         yield from self.end(status)
         return response
 
     def drop(self) -> None:
-        """The ledger cannot be asked any more."""
+        """Leave the attempt as it is, because the ledger cannot be asked any more: its lease lapses."""
         if self.attempt is not None:
             self.attempt.drop()
 
     def end(self, status: int | None) -> Plan[None]:
-        """The app has answered with *status*; None if it has raised."""
+        """Record the *status* of the app's response; None means that the app raised."""
         if self.attempt is None:
             return
         try:
@@ -148,7 +148,7 @@ class Shadow:
 
 @lru_cache(maxsize=256)
 def shadow_policy(policy: Policy) -> Policy:
-    """The policy under which requests are observed: nothing waits, and nothing is performed by the ledger."""
+    """Return the policy under which requests are observed: nothing waits, and no resolver is called."""
     return dataclasses.replace(
         policy, effect="lease", in_flight="conflict", on_duplicate="replay", on_unknown="hold", resolver=None
     )

@@ -18,7 +18,7 @@ from .request import Request, lines
 
 
 def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
-    """The response to a status lookup."""
+    """Return the response to a status lookup."""
     try:
         return (yield from find_record(door, request))
     except OncemoreError as error:
@@ -26,12 +26,12 @@ def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
 
 
 def find_record(door: Door[Any], request: Request) -> Plan[Response]:
-    """Find the record that this principal's key names: `?operation=refunds.create&key=...`, or the key as a header."""
+    """Find the record of this principal's key: `?operation=refunds.create&key=...`, or the key in its header."""
     query = parse_qs(request.query)
     operation = query.get("operation", [""])[0]
     rule, route = rule_named(door.contract, operation)
     asked = query.get("key", [""])[0]
-    if asked:  # as it is in the record: a UUID in lower case
+    if asked:  # records have UUIDs in lower case
         key = check_key(asked, max_length=rule.key.max_length, format=rule.key.format)
     else:
         key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
@@ -46,25 +46,25 @@ def find_record(door: Door[Any], request: Request) -> Plan[Response]:
         )
     if record is None:
         raise NotFound("No operation with this key is known")
-    # The ledger names an undeclared operation by the default rule, which says nothing.
+    # The record of an undeclared operation has the default rule's name, which tells the caller nothing.
     name = route if rule is door.contract.default else record.name
     return Response(200, [JSON, ("cache-control", "no-store")], encode_json(render(record, name)))
 
 
 def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
-    """The rule of an operation and the route of its keys, by its name or by its method and path."""
+    """Return the rule of an operation and the route of its keys, by its name or by its method and path."""
     for rule in contract.rules:
         if rule.name == operation:
             if rule.one_route or rule.across_routes == "conflict" or rule.scope == "global":
                 return rule, operation
-            raise InvalidKey(f"{operation} has keys for each path: say which, as in ?operation=POST /refunds/7&key=...")
+            raise InvalidKey(f"{operation} has keys for each path: name one, as in ?operation=POST /refunds/7&key=...")
     method, _, path = operation.partition(" ")
     match = contract.match(method, path)
     return (match.rule, match.route) if match is not None else (contract.default, operation)
 
 
 def render(record: Record, name: str) -> dict[str, Any]:
-    """The record as its owner may see it."""
+    """Return the parts of the record that its owner may see."""
     found: dict[str, Any] = {
         "operation": name,
         "key": record.key,

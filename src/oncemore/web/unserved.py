@@ -1,4 +1,4 @@
-"""Finds the rules of a contract that no route of the app serves: a path with a slip leaves its route unguarded."""
+"""Finds the rules of a contract that no route of the app serves: a typing error in a path leaves a route unguarded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PATH_END = ":path}"
 
 
 class Route(NamedTuple):
-    """A route of the app: the methods that it serves, and its path as a contract writes it."""
+    """One route of the app: the methods that it serves, and its path as a contract writes it."""
 
     methods: frozenset[str]
     pattern: Pattern
 
 
 class UnknownRoutes(Exception):
-    """The app has routes that cannot be listed, so nothing can be said about the rules."""
+    """Raised if some routes of the app cannot be listed, so nobody can say which rules are served."""
 
 
 def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str | None, prefix: str = "") -> None:
-    """Log a warning for each rule that no route serves, and if the status lookup hides a route of the app."""
+    """Log a warning for each rule that no route serves, and one if the status lookup hides a route of the app."""
     try:
         known = list(routes)
     except UnknownRoutes:
@@ -45,9 +45,9 @@ def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str
 
 
 def unserved(contract: Contract, routes: Iterable[Route], prefix: str = "") -> list[str]:
-    """A sentence for each rule that no route serves; none if the routes are not known.
+    """Return a sentence for each rule that no route serves, or an empty list if the routes are not known.
 
-    *prefix* is where the app is mounted: rules may name a path with or without it.
+    *prefix* is the path at which the app is mounted: rules may name a path with or without it.
     """
     try:
         known = list(routes)
@@ -68,7 +68,7 @@ def unserved(contract: Contract, routes: Iterable[Route], prefix: str = "") -> l
 
 
 def serves(route: Route, rule: Pattern) -> bool:
-    """Whether a request may come to *route* and match the *rule*."""
+    """Whether a request to *route* may match the *rule*."""
     methods = set(rule.methods)
     if ANY not in methods and ANY not in route.methods and methods.isdisjoint(route.methods):
         return False
@@ -76,7 +76,7 @@ def serves(route: Route, rule: Pattern) -> bool:
 
 
 def overlap(some: tuple[Segment, ...], others: tuple[Segment, ...]) -> bool:
-    """Whether a path may match both; a parameter stands for any text, and the rest of a path for any number of segments."""
+    """Whether one path may match both; a parameter matches any text, and the rest of a path any number of segments."""
     for one, other in zip(some, others, strict=False):
         if one.rest or other.rest:
             return True
@@ -92,13 +92,13 @@ def path_of(pattern: Pattern) -> str:
 
 
 def route_at(path: str, methods: Iterable[str]) -> Route:
-    """The route at a path as a framework writes it; from a parameter that takes several segments on, it matches all."""
+    """Return the route at a framework's path.  After a parameter of several segments, the path is cut off: all match."""
     head, end, tail = path.partition(PATH_END)
     if end and tail.strip("/"):
         path = head + end
     try:
         return Route(frozenset(methods), Pattern(f"* {path if path.startswith('/') else '/' + path}"))
-    except ConfigurationError as error:  # such as two parameters in one segment
+    except ConfigurationError as error:  # for instance because of two parameters in one segment
         raise UnknownRoutes from error
 
 
@@ -106,7 +106,7 @@ def route_at(path: str, methods: Iterable[str]) -> Route:
 
 
 def starlette_served(app: Any, prefix: str = "") -> Iterator[Route]:
-    """The routes of the Starlette-like app in *app*; none if there is no such app."""
+    """Yield the routes of the Starlette-like app in *app*, if there is such an app."""
     for route in each_route(starlette_routes(app)):
         path = prefix + (getattr(route, "path", None) or "")
         inner = getattr(route, "routes", None)
@@ -121,7 +121,7 @@ def starlette_served(app: Any, prefix: str = "") -> Iterator[Route]:
 
 
 def flask_served(app: Any) -> Iterator[Route]:
-    """The routes of the Flask app in *app*, given as itself, as its `wsgi_app`, or inside another middleware."""
+    """Yield the routes of the Flask app in *app*, given as itself, as its `wsgi_app`, or inside another middleware."""
     for found, prefix in flask_apps(app):
         if found is None:
             raise UnknownRoutes

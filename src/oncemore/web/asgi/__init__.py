@@ -39,7 +39,7 @@ class IdempotencyMiddleware(Door[App]):
     can_await = True
     _fault: ConfigurationError | TypeError | None = None
     _routes_checked = False
-    _passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
+    _passed: frozenset[str] = frozenset()  # the methods that always pass; empty until the routes are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         op = CURRENT.get()
@@ -47,7 +47,7 @@ class IdempotencyMiddleware(Door[App]):
             return await self._apart(scope, receive, send)
         if scope.get("method") in self._passed and not (self.status_path and scope["path"].endswith(self.status_path)):
             return await self.app(scope, receive, send)
-        if not self._passed:  # not before: routes may be added after the middleware
+        if not self._passed:  # only now, because routes may be added after the middleware
             await self._start(scope, receive, send)
         if scope["type"] != "http":
             return await self.app(scope, receive, self._noticing_start(scope, send))
@@ -67,7 +67,10 @@ class IdempotencyMiddleware(Door[App]):
         return await self._guard(match, headers, scope, receive, send)
 
     async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Guard a request that runs in the context of another: a server may begin a pipelined one in the context of the last."""
+        """Clear the running operation, which is of another request, and start again.
+
+        Some servers start a pipelined request in the context of the previous request.
+        """
         token = CURRENT.set(None)
         try:
             await self(scope, receive, send)
@@ -75,17 +78,17 @@ class IdempotencyMiddleware(Door[App]):
             CURRENT.reset(token)
 
     def report_fault(self, error: ConfigurationError | TypeError) -> None:
-        """Raise what is wrong with the options; if Starlette makes its middleware just now, `_start` does so.
+        """Raise *error*, a fault in the options; inside a lifespan call, keep it for `_start` to raise.
 
-        Starlette makes its middleware inside the lifespan call.  A server takes an exception there for an app without
-        a lifespan, says nothing, and starts to serve.
+        Starlette makes its middleware inside the lifespan call.  If it raises there, a server believes that the app has no
+        lifespan, reports nothing, and starts to serve.
         """
         if not in_lifespan():
             raise error
         self._fault = error
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Find the rules on endpoints.  If the middleware cannot work, the start of the app fails with the reason."""
+        """Find the rules on endpoints.  If the middleware cannot work, make the app's start fail with the reason."""
         try:
             if self._fault is not None:
                 raise self._fault
@@ -97,17 +100,17 @@ class IdempotencyMiddleware(Door[App]):
             raise
 
     def _declare(self, scope: Scope) -> None:
-        """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
+        """Find the rules on the app's endpoints, and add the contract to the app's OpenAPI document if it makes one."""
         declare_starlette(self.contract, self.app)
         self.rules_declared()
         app = scope.get("app") or outermost(self.app) or self.app
         document(app, self.contract, status_path=self.status_path, problem_base=self.problem_base)
-        if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
+        if scope["type"] == "http":  # during the lifespan, or before a websocket, routes may still be added
             self._passed = SAFE_METHODS
             self._check_routes(scope)
 
     def _noticing_start(self, scope: Scope, send: Send) -> Send:
-        """The `send` of a lifespan: when the app has started, its routes are known, and the rules are held against them."""
+        """Return *send*; for a lifespan, one that finds and checks the rules when the app has started: its routes are known."""
         if scope["type"] != "lifespan":
             return send
 
@@ -120,14 +123,14 @@ class IdempotencyMiddleware(Door[App]):
         return noticing
 
     def _check_routes(self, scope: Scope) -> None:
-        """Warn, once, of rules that no route of the app serves."""
+        """Warn once of each rule that no route of the app serves."""
         if not self._routes_checked:
             self._routes_checked = True
             prefix = scope.get("root_path", "").rstrip("/")
             warn_of_routes(self.contract, starlette_served(self.app), self.status_path, prefix)
 
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
-        """Name what is asked, and let it happen once."""
+        """Call the app once for this key; every other request with the key gets the stored response."""
         if not (self.enforce and match.rule.enforce):
             return await observe(self, match, headers, scope, receive, send)
         try:
@@ -135,7 +138,7 @@ class IdempotencyMiddleware(Door[App]):
         except OncemoreError as error:
             return await respond(send, self.refusal(error, match))
         if body is None:
-            return None  # the client went away before it had asked for anything
+            return None  # the client left before its request was complete
         request = request_of(scope, headers, body)
         etag = asgi_etag(self.app, scope) if match.rule.if_match else None
         found = await arun(self.begin(match, request, etag, mount=scope.get("root_path", "")))
@@ -144,11 +147,11 @@ class IdempotencyMiddleware(Door[App]):
             return await self.app(scope, receive_first([message], receive), send)
         if isinstance(found, Response):
             return await respond(send, found)
-        return await GuardedResponse(found, request, receive, send).finish(self.app)
+        return await GuardedResponse(found, request, receive, send).serve(self.app)
 
 
 def in_lifespan() -> bool:
-    """Whether the running code was called by an ASGI app in its lifespan: one of the callers has such a `scope`."""
+    """Whether an ASGI app called the running code in its lifespan: a calling frame has a `scope` of that type."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -159,7 +162,7 @@ def in_lifespan() -> bool:
 
 
 def inner_path(scope: Scope) -> str:
-    """The path below what the app is mounted at (root_path), as its own routes name it."""
+    """Return the path without the prefix that the app is mounted at (root_path), as the app's own routes write it."""
     path: str = scope["path"]
     below = path.removeprefix(scope["root_path"].rstrip("/"))
     return below if below.startswith("/") else path
@@ -171,7 +174,7 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
 
 
 async def read_body(receive: Receive, match: Match, headers: Fields) -> bytes | None:
-    """The whole body; None if the client went away in the middle of it."""
+    """Return the whole body, or None if the client left before its end."""
     declared = headers.first.get("content-length", "")
     if declared.isascii() and declared.isdigit() and len(declared) < 20:
         check_length(match.rule, int(declared))
@@ -182,7 +185,7 @@ async def read_body(receive: Receive, match: Match, headers: Fields) -> bytes | 
 
 
 async def read_messages(receive: Receive, most: int) -> tuple[list[Message], bytes | None]:
-    """The messages of the request, and its body; no body if it has more than *most* bytes, or the client has left."""
+    """Return the messages of the request, and its body: None if it has more than *most* bytes, or the client has left."""
     messages: list[Message] = []
     chunks: list[bytes] = []
     length = 0
@@ -199,7 +202,7 @@ async def read_messages(receive: Receive, most: int) -> tuple[list[Message], byt
 
 
 def receive_first(messages: list[Message], receive: Receive) -> Receive:
-    """A receive that gives the *messages* that were read, and then what the client does."""
+    """Return a `receive` that repeats the *messages* that were read, then passes on the client's next ones."""
 
     async def receive_again() -> Message:
         return messages.pop(0) if messages else await receive()
@@ -207,7 +210,7 @@ def receive_first(messages: list[Message], receive: Receive) -> Receive:
     return receive_again
 
 
-# Shadow mode: the app is called as if there were no middleware, and the ledger notes what would have been done.
+# Shadow mode: the app is called as if there were no middleware, and the ledger notes the decision that would have been made.
 
 
 async def observe(door: Door[App], match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,7 @@ from ..._ledger.model import Outcome
 from ..._runtime.loops import keep_task
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..door import Exchange, unkept
+from ..door import Exchange, stream_tombstone
 from ..problem import Response
 from ..request import GUARDED, Request, value_of
 
@@ -36,29 +36,29 @@ ABANDONED: set[asyncio.Task[None]] = set()  # tasks that no caller waits for: th
 class TransactionLost(BaseException):
     """Raised through the app after its transaction was refused, so that its background tasks do not run.
 
-    Not an Exception, because the app is not to report it, nor to answer with an error page: the client has its answer.
+    Not an Exception, so that the app does not report it or make an error page: the client already has its answer.
     """
 
 
 class GuardedResponse:
     """Calls the app for an attempt that has begun, and records the attempt's end.
 
-    A response is held back if its length is known, or the rule stores streams; it is sent when its outcome is durable.  A
-    stream is passed on live, after a tombstone was settled for it; a stream that the rule does not keep holds its lease until
-    it ends.  The app hears that its client has left only after the outcome is recorded, because it might give up.
+    A response is held back until its outcome is durable, if its length is known or the rule stores streams.  Other streams
+    are passed on live, after a tombstone was settled; if the rule does not keep them, the lease is held until they end.
+    The app is told that its client has left only after the outcome is recorded, because it might stop working.
     """
 
     begun = False  # the app's task has made its first step
-    passing = False  # a stream, or too large: each message goes straight to the client
-    over = False  # the client's leaving can no longer change what is recorded
+    passing = False  # the response is a stream or too large, so each message goes straight to the client
+    over = False  # the outcome is recorded or known, so the app may be told that the client has left
     is_refused = False  # the database refused the app's transaction at its commit
-    abandoned = False  # nobody waits for the response any more
-    body_received = False
-    disconnected: Message | None = None
-    answer: Answer | None = None
-    failure: tuple[Outcome, bytes] | None = None  # see _send_failure
-    size = 0
-    _left: asyncio.Event | None = None  # set when `over` is, if the app waits for it
+    abandoned = False  # the caller was cancelled, so nobody waits for the response
+    body_received = False  # the app has received the request's body
+    disconnected: Message | None = None  # the client's http.disconnect, if it was received
+    answer: Answer | None = None  # the ledger's answer, once the attempt is settled
+    failure: tuple[Outcome, bytes] | None = None  # the outcome and body of an error page: see _send_failure
+    size = 0  # the number of bytes in `chunks`
+    _left: asyncio.Event | None = None  # set together with `over`, if the app already waits for its client to leave
 
     def __init__(self, exchange: Exchange, request: Request, receive: Receive, send: Send) -> None:
         self.exchange = exchange
@@ -71,13 +71,13 @@ class GuardedResponse:
         self.chunks: list[bytes] = []
 
     async def run(self, app: App) -> None:
-        """Call the app, and return when its response is complete.  Runs in a task of its own: see `finish`."""
+        """Call the app, record the end of the attempt, and send the response.  Runs in a task of its own: see `serve`."""
         self.begun = True
         scope = self.request.native
         scope[GUARDED] = self.attempt.op
-        CURRENT.set(self.attempt.op)  # in this task, and those that it starts
+        CURRENT.set(self.attempt.op)  # in this task, and in the tasks that it starts
         try:
-            if extensions := scope.get("extensions"):  # without those by which a response would go around us
+            if extensions := scope.get("extensions"):  # some of them let a response bypass `send`: remove these
                 kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
                 scope["extensions"] = kept
             await app(scope, self.receive, self.send)
@@ -92,7 +92,7 @@ class GuardedResponse:
                 raise
 
     async def _fail(self, error: BaseException) -> bool:
-        """Record that the app has failed; True if the client was told of it, and the error need not be raised."""
+        """Record that the app has failed.  Return whether the client was told, so that the error need not be raised."""
         try:
             is_doubtful, effect = self.attempt.doubts(None, error), self.attempt.policy.effect
             if self.failure is not None and effect != "transaction" and not is_doubtful:  # the page is the outcome
@@ -102,7 +102,7 @@ class GuardedResponse:
                 await arun(self.attempt.release())
             else:
                 await arun(self.attempt.fail(error))
-        except StoreError as refused:  # the database refused the transaction: its retry is safe
+        except StoreError as refused:  # the database refused the transaction, so the client's retry is safe
             await respond(self.client_send, self.exchange.refusal(refused))
             return True
         finally:
@@ -114,7 +114,7 @@ class GuardedResponse:
     # The app's receive and send
 
     async def receive(self) -> Message:
-        """The body, and then what the client says.  That it has left is told at the end, or the app might not finish."""
+        """Return the body, then the client's messages; but its `http.disconnect` only at the end, so that the app finishes."""
         if not self.body_received:
             self.body_received = True
             return {"type": "http.request", "body": self.request.body, "more_body": False}
@@ -143,7 +143,8 @@ class GuardedResponse:
         elif kind == "http.response.start":
             # A second start replaces the response that was held back until now.
             self.start, self.chunks, self.size, self.failure = message, [], 0, None
-            if self.attempt.ended or self.passing:  # cut off while it was recorded, or sent: the new one is no outcome
+            # If the first response was already recorded or sent, the second is passed on, and is not recorded.
+            if self.attempt.ended or self.passing:
                 await self._start_passing()
         else:
             await self.client_send(message)
@@ -164,11 +165,11 @@ class GuardedResponse:
         return self.rule.streams == "store" and self.size <= self.rule.max_response
 
     def _length(self) -> str:
-        """The app's Content-Length, or nothing."""
+        """Return the app's Content-Length, or an empty text."""
         return value_of(decoded(self.start), "content-length")
 
     async def _complete(self, body: bytes) -> None:
-        """Record the outcome, then send the app's own response, with all of its headers."""
+        """Record the outcome, then send the response; an error page that is not kept waits until the app has ended."""
         status, headers = self.start["status"], decoded(self.start)
         if status >= 500:
             outcome = self.exchange.door.outcome(self.rule, status, headers, body)
@@ -182,8 +183,8 @@ class GuardedResponse:
     async def _send_failure(self, *, record: bool) -> None:
         """Send an error page, which was held back until the app had ended.
 
-        Some frameworks make the page first and raise its cause afterwards.  If the cause is that the database refused the
-        transaction, the page is not what the client gets; if the rule's `doubt` names the cause, the outcome is unknown.
+        Some frameworks make the page first and raise its cause afterwards.  If the cause is the database's refusal of the
+        transaction, the client gets 503 instead of the page.  If the rule's `doubt` names the cause, the outcome is unknown.
         """
         assert self.failure is not None
         outcome, body = self.failure
@@ -196,7 +197,7 @@ class GuardedResponse:
     async def _send(self, body: bytes) -> None:
         if self.answer is None:
             return
-        if self.answer.how == "replayed":  # this attempt was too slow: the outcome of its successor counts
+        if self.answer.how == "replayed":  # this attempt was too slow, so its successor's outcome is sent
             await respond(self.client_send, self.exchange.replay(self.answer))
             return
         await self.client_send(self._started(self.exchange.headers(self.answer)))
@@ -205,7 +206,7 @@ class GuardedResponse:
     # Streams
 
     async def _begin_passing(self) -> None:
-        """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
+        """Send the response chunk by chunk from now on.  First settle a tombstone, because a stream cannot be replayed."""
         status, has_length = self.start["status"], bool(self._length())
         await self._settle(self.exchange.settle_stream(status, has_length=has_length))
         body, self.chunks = b"".join(self.chunks), []
@@ -219,7 +220,7 @@ class GuardedResponse:
         if self.abandoned:
             raise OSError("The client has left, so the stream cannot be sent")
         self.passing = True
-        outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
+        outcome = stream_tombstone(self.rule, self.start["status"], has_length=bool(self._length()))
         await self.client_send(self._started(self.exchange.headers(Answer(outcome, "unstored"))))
 
     # The end
@@ -227,33 +228,33 @@ class GuardedResponse:
     async def _settle(self, plan: Plan[Answer]) -> None:
         """Settle the attempt: when this returns, the outcome is durable, or the client has been told why it is not."""
         try:
-            # A transaction that is cut off is rolled back, so nothing lasts that would have to be recorded.
+            # A cancelled transaction is rolled back, so its settle need not be finished.
             self.answer = await (arun(plan) if self.attempt.policy.effect == "transaction" else arun_to_the_end(plan))
-        except OncemoreError as error:  # too slow, or the database refused the transaction: this response is not sent
+        except OncemoreError as error:  # too slow, or the transaction was refused: the app's response is not sent
             await respond(self.client_send, self.exchange.refusal(error))
             self.client_send = nowhere
-            if self.attempt.policy.effect == "transaction":  # nothing of it lasts, whatever the error
+            if self.attempt.policy.effect == "transaction":  # it was rolled back, so background tasks must not run
                 self.is_refused = True
                 raise TransactionLost from error
         finally:
             self._end()
 
     def _end(self) -> None:
-        """The response is complete: the app may hear that its client has left."""
+        """Let the app hear that its client has left: the outcome can no longer be lost by it."""
         self.over = True
         if self._left is not None:
             self._left.set()
 
     def _started(self, added: list[tuple[str, str]]) -> Message:
-        """The app's own start of the response, with our headers added."""
+        """Return the app's `http.response.start`, with the headers *added*."""
         return {**self.start, "headers": [*self.start.get("headers", ()), *encoded(tuple(added))]}
 
     # Callers that give up
 
-    async def finish(self, app: App) -> None:
+    async def serve(self, app: App) -> None:
         """Call the app in a task of its own, and wait for it.  If the caller is cancelled, the task goes on.
 
-        In a task from the first step: a timeout or a task group that the app opens cannot be moved to another task later.
+        The task starts before the app, because a timeout or task group that the app opens cannot move to another task.
         """
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
@@ -267,9 +268,9 @@ class GuardedResponse:
         task.result()
 
     async def _abandon(self, task: asyncio.Task[None]) -> None:
-        """Let the app finish without its caller, which may send other messages on the same channel from now on."""
+        """Let the app finish without its caller.  Send nothing more, because the server may reuse the connection."""
         self.client_send, self.abandoned = nowhere, True
-        if self.over or not self.begun:  # nothing is left to be recorded, or nothing has happened yet
+        if self.over or not self.begun:  # the outcome is known, or the app was not called
             task.cancel()
         ABANDONED.add(task)
         task.add_done_callback(self._report)
@@ -277,32 +278,32 @@ class GuardedResponse:
             await arun(self.attempt.withdraw())
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Log a failure that no caller waits for any more."""
+        """Log the failure of an abandoned task: no caller would get it."""
         ABANDONED.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("%s failed after its client had left", self.rule.name, exc_info=error)
+            log.error("The operation %s failed after its client had left", self.rule.name, exc_info=error)
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:
-    """The headers that the app's response starts with."""
+    """Return the headers of the app's `http.response.start`, decoded, with their names in lower case."""
     return [(str(name, "latin-1").lower(), str(value, "latin-1")) for name, value in start.get("headers", ())]
 
 
 @lru_cache(maxsize=1024)
 def encoded(headers: tuple[tuple[str, str], ...]) -> list[tuple[bytes, bytes]]:
-    """Headers of ours; within a second, they are the same for all responses of a rule."""
+    """Return the middleware's own headers, encoded.  Cached, because responses of one second often have equal ones."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers if name and value]
 
 
 async def nowhere(message: Message) -> None:
-    """The `send` of an app after its client has had its answer."""
+    """Drop the message: used as `send` after the client has had its answer, or has left."""
 
 
 async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None) -> Answer:
-    """Run the plan, also if the caller is cancelled meanwhile: the outcome is known, and is recorded.
+    """Run the plan to its end even if the caller is cancelled, so that a known outcome is recorded.
 
-    A task of its own then goes on from *effect*, the one that was cut off: every verb of a store may be sent twice.
+    After a cancellation, a new task repeats the interrupted *effect*, which is safe: every verb of a store may be sent twice.
     """
     try:
         effect = effect or next(plan)

@@ -1,4 +1,4 @@
-"""The AWS Lambda middleware: idempotency for functions behind API Gateway or a load balancer, and for those that read SQS.
+"""The AWS Lambda middleware: idempotency for functions behind API Gateway, load balancers and SQS queues.
 
 handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 """
@@ -47,16 +47,17 @@ Key = str | Callable[[Message], str]
 
 log = logging.getLogger("oncemore.web")
 
-# The middleware that lets an event happen, its operation, and the event as its function was given it: not in the event itself,
-# which functions log as JSON.
+# The middleware that guards the event, the operation, and the event that its function got.  They are not in the event itself,
+# because functions log events as JSON.
 CURRENT_EVENT: ContextVar[tuple[Any, Any, Any]] = ContextVar("oncemore.lambda", default=(None, None, None))
 
 
 class IdempotencyMiddleware(Door[Handler]):
     """Guards the HTTP requests that the contract names; all other events pass untouched.
 
-    `@idempotent(...)` on the function itself is a rule for all its requests.  Without a principal function, the caller is
-    the one that API Gateway has authenticated.  Rules may name a path with or without its stage, or a custom domain's base path.
+    `@idempotent(...)` on the function itself is a rule for all its requests.  Without a principal function, the principal is
+    the caller that API Gateway has authenticated, else the credentials.  Rules may name a path with or without its stage, or
+    a custom domain's base path.
     """
 
     needs_app = True
@@ -65,7 +66,7 @@ class IdempotencyMiddleware(Door[Handler]):
     def prepare(self) -> None:
         check_plain(self.app)
         rule = rule_of(self.app)
-        if rule is not None:  # a function serves every request that reaches it, unless the rule says which
+        if rule is not None:  # the function serves every request that it gets
             self.contract.add(rule.at("*") if rule.match == DEFAULT["match"] else rule)
         self.contract.check()
         self.rules_declared()
@@ -109,7 +110,7 @@ class IdempotencyMiddleware(Door[Handler]):
         return self._call_function(source, found, event, context)
 
     def _observe(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
-        """Shadow mode: call the function as if there were no middleware, and note what would have been done."""
+        """Shadow mode: call the function as if there were no middleware, and note how it would have been answered."""
         event = request.native
         try:
             request = request.with_body(request_body(event))
@@ -139,11 +140,11 @@ class IdempotencyMiddleware(Door[Handler]):
         outer, guarded, given = CURRENT_EVENT.get()
         if outer is None or outer is self or native is not given:
             return False
-        return bool(guarded.id == operation.id)  # with another key or scope, it is guarded here as well
+        return bool(guarded.id == operation.id)  # an operation with another key or scope is guarded here as well
 
 
 def current_etag(function: Handler, source: RestApi, event: Event, context: Any) -> Plan[Etag]:
-    """Status and ETag of the function's answer to a GET of the event's URL."""
+    """Return the status and ETag of the function's answer to a GET of the event's URL."""
     found = source.reply((yield Call(function, source.as_get(event), context)))
     return found.status, value_of(found.headers, "etag")
 
@@ -151,10 +152,10 @@ def current_etag(function: Handler, source: RestApi, event: Event, context: Any)
 def as_decorator(
     middleware: Callable[Concatenate[Handler, Options], IdempotencyMiddleware],
 ) -> Callable[Options, Callable[[Handler], IdempotencyMiddleware]]:
-    """The middleware with its options first, and the function that it wraps later."""
+    """Return the middleware as a decorator: it takes the options first, and the function afterwards."""
 
     def guarded(*args: Options.args, **options: Options.kwargs) -> Callable[[Handler], IdempotencyMiddleware]:
-        """A decorator: puts the function behind an `IdempotencyMiddleware` with these options."""
+        """Return a decorator that puts the function behind an `IdempotencyMiddleware` with these options."""
         return lambda handler: middleware(handler, *args, **options)
 
     known = inspect.signature(middleware)
@@ -166,22 +167,22 @@ guarded = as_decorator(IdempotencyMiddleware)
 """A decorator that puts a function behind an `IdempotencyMiddleware` with these options, as in `@guarded(guard=guard)`."""
 
 
-# ── Messages from SQS, each performed once: the answer names those that failed, and only they are delivered again ──────────
+# ── Messages from SQS, each performed once: the answer names the failed messages, and only they are delivered again ────────
 
-# A queue keeps a message for 14 days at most, so its record must not expire sooner.  If another invocation works on the same
+# A queue keeps a message for at most 14 days, so its record must not expire sooner.  If another invocation works on the same
 # message, this one does not wait: the message is delivered again.
 DEFAULTS: dict[str, Any] = {"ttl": "14d", "in_flight": "conflict"}
-SHORTEST = 1.0  # with less time left, no message is begun
+SHORTEST = 1.0  # seconds: with less time left, the next message is not begun
 DONE_BEFORE = (Duplicate, OutcomeNotKept)
 
 
 def each_message(
     guard: Guard, *, key: Key | None = None, **settings: Any
 ) -> Callable[[Callable[[Message], Any]], Batch]:
-    """A decorator: the function of one message, as a handler of SQS batches that reports partial failures.
+    """Return a decorator that makes a handler of SQS batches from a function of one message; it reports partial failures.
 
-    *key* names the operation: a template over the message (`"{body.orderId}"`, `"{header.MessageDeduplicationId}"` for
-    its attributes), or a function of it; the message's own id unless given.  *settings* are those of `Policy`.
+    *key* names the operation: a template (`"{body.orderId}"`, or `"{header.MessageDeduplicationId}"` for an attribute), or a
+    function of the message.  Default: the message's own id.  *settings* are the settings of a `Policy`.
     """
     policy = check_guard(guard).policy.but(**{**DEFAULTS, **settings})
     return lambda function: Batch(guard, function, key, policy)
@@ -198,9 +199,9 @@ class Batch:
         self._fingerprinter = Fingerprinter()
 
     def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:
-        """Perform the messages of a batch; the answer has the ids of those that are to be delivered again."""
+        """Perform the messages of a batch; return the ids of the messages that SQS must deliver again."""
         failed: list[str] = []
-        behind: set[str] = set()  # groups with a failed message, which their later ones must not overtake
+        behind: set[str] = set()  # groups with a failed message, which later messages must not overtake
         slowest = SHORTEST
         for message in messages_of(event):
             began, left, group = time.monotonic(), time_left(context), group_of(message)
@@ -212,7 +213,7 @@ class Batch:
         return {"batchItemFailures": [{"itemIdentifier": id} for id in failed]}
 
     def operation(self, message: Message) -> Operation:
-        """The operation that the message asks for."""
+        """Return the operation that the message names."""
         queue, body = message["eventSourceARN"], message["body"].encode("utf-8", "surrogatepass")
         parts = ("SQS", queue, "", "application/json", body)
         return Operation(
@@ -227,18 +228,18 @@ class Batch:
         if self.key is None:
             return check_key(message["messageId"])
         if not isinstance(self.key, Template):
-            return check_name(self.key(message), "What the key function gave")
-        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # the present differs on every delivery
+            return check_name(self.key(message), "The result of the key function")
+        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # the time of the call differs between deliveries
         return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
 
     def _perform(self, message: Message, left: float | None) -> bool:
-        """Perform the message; whether it is done, now or by an earlier delivery."""
+        """Perform the message.  Return whether it is done, now or by an earlier delivery."""
         begun: list[Op] = []
 
         def perform(op: Op) -> None:
             begun.append(op)
             with running(op):
-                Call(self.function, deepcopy(message)).run()  # if it is run again, it must get the message as it came
+                Call(self.function, deepcopy(message)).run()  # a copy, because a rerun needs the unchanged message
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)
@@ -246,15 +247,15 @@ class Batch:
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True
-            is_refusal = isinstance(error, OncemoreError)  # then nothing was done
+            is_refusal = isinstance(error, OncemoreError)
             level, end = (logging.WARNING, "was refused") if is_refusal else (logging.ERROR, "failed")
             log.log(level, "The message %s %s", message["messageId"], end, exc_info=error)
             return False
-        return answer.how != "released"  # if it was released, it counts as not performed
+        return answer.how != "released"  # a released operation counts as not performed
 
 
 def check_plain(function: Function) -> Function:
-    """The function; a ConfigurationError if it is async, because Lambda would not await it."""
+    """Return the function.  Raise ConfigurationError if it is async, because Lambda would not await it."""
     if inspect.iscoroutinefunction(function):
         raise ConfigurationError(
             f"{function!r} is async, and Lambda calls plain functions: wrap it in one that calls asyncio.run(...)"
@@ -266,19 +267,19 @@ def messages_of(event: Any) -> list[Message]:
     found = event.get("Records") if isinstance(event, dict) else None
     if not isinstance(found, list) or any(each.get("eventSource") != "aws:sqs" for each in found):
         raise ConfigurationError(
-            "This function takes messages from SQS, and was given another event: connect it to SQS queues only"
+            "This function handles messages from SQS, but got another event: connect it to SQS queues only"
         )
     return found
 
 
 def group_of(message: Message) -> str:
-    """The group within which messages keep their order; empty in a queue without order."""
+    """Return the group in which the message keeps its order, or an empty text if its queue has no order."""
     is_ordered = message["eventSourceARN"].endswith(".fifo")
     return message["attributes"].get("MessageGroupId", "") if is_ordered else ""
 
 
 def document_of(body: bytes) -> Any:
-    """The body if it is JSON, else None, in which a key's fields are missing."""
+    """Return the decoded body if it is JSON, else None: a key that names its fields is then refused."""
     try:
         return read_json(body)[0]
     except InvalidPayload:
@@ -286,7 +287,7 @@ def document_of(body: bytes) -> Any:
 
 
 def attributes_of(message: Message) -> dict[str, str]:
-    """The message's attributes by their names in lower case; SQS's own count before the sender's."""
+    """Return the message's attributes by name in lower case.  SQS's own attributes override the sender's."""
     sent = {name: given.get("stringValue") for name, given in (message.get("messageAttributes") or {}).items()}
     own = message.get("attributes") or {}
     return {name.lower(): value for name, value in {**sent, **own}.items() if value is not None}

@@ -1,4 +1,4 @@
-"""HTTP as Lambda functions see it: events of API Gateway and load balancers, their callers, and the time that is left."""
+"""Reads HTTP requests from Lambda events of API Gateway and load balancers, their callers, and the time that is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMETER = re.compile(r"\{(\w+)\+?\}")
 
 
 class Reply(NamedTuple):
-    """A function's answer as HTTP; *value* is the answer itself, which is not *readable* if the gateway cannot read it."""
+    """A function's answer as HTTP.  *value* is the answer itself, and *readable* is False if the gateway cannot read it."""
 
     status: int
     headers: Headers
@@ -32,9 +32,9 @@ class Reply(NamedTuple):
 
 MALFORMED = 502  # the status that the gateway sends for an answer that it cannot read
 
-# Where the gateway puts the caller's identity, by the kind of authorizer.  A signed request (IAM) must be known by these,
-# because its Authorization header differs on every attempt.  Headers that a load balancer would set prove nothing:
-# without its own authentication, callers can set them.
+# The places of the caller's identity in the request context, by the kind of authorizer.  The Authorization header of a signed
+# request (IAM) differs on every attempt, so it cannot name the caller.  A load balancer's identity headers are not used: if its
+# authentication is off, callers can set them.
 IDENTITIES = (
     ("authorizer", "jwt", "claims", "sub"),
     ("authorizer", "claims", "sub"),
@@ -46,7 +46,7 @@ IDENTITIES = (
     ("identity", "userArn"),
 )
 
-# A function may be ended a little later than announced; its lease must not lapse while it could still be working.
+# Lambda may end a function a little later than announced, and its lease must not lapse while it works.
 GRACE = 1.0
 
 
@@ -64,27 +64,29 @@ class RestApi:
         return str(event.get("path") or "/")
 
     def inner_path(self, event: Event) -> str:
-        """The path as the API's own resource names it, without what a custom domain has put before it."""
+        """Return the path as the API's own resource writes it, without the base path of a custom domain."""
         given = event.get("pathParameters") or {}
         return PARAMETER.sub(lambda found: given.get(found[1], found[0]), event.get("resource") or self.path(event))
 
     def query(self, event: Event) -> str:
-        """The query, sorted by name: the original order is lost, and a retry's must be the same."""
-        return urlencode([(name, value) for name, values in many(event, "QueryStringParameters") for value in values])
+        """Return the query, sorted by name: the event does not have its order, and a retry's query must be equal."""
+        return urlencode(
+            [(name, value) for name, values in values_by_name(event, "QueryStringParameters") for value in values]
+        )
 
     def headers(self, event: Event) -> list[tuple[str, str]]:
-        return [(name.lower(), str(value)) for name, values in many(event, "Headers") for value in values]
+        return [(name.lower(), str(value)) for name, values in values_by_name(event, "Headers") for value in values]
 
     def as_get(self, event: Event) -> Event:
-        """The event of a GET of the same URL."""
-        return {**event, **asked(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
+        """Return the event of a GET of the same URL."""
+        return {**event, **headers_of_get(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
-        """The function's answer, read as the gateway reads it."""
+        """Return the function's answer, read as the gateway reads it."""
         return structured(value)
 
     def added(self, event: Event, reply: Reply, headers: Headers) -> Any:
-        """The function's own answer, with our headers."""
+        """Return the function's own answer with *headers* added."""
         if not reply.readable:
             return reply.value
         return {**reply.value, "headers": {**(reply.value.get("headers") or {}), **dict(headers)}}
@@ -107,8 +109,10 @@ class LoadBalancer(RestApi):
         return self.path(event)
 
     def query(self, event: Event) -> str:
-        """The query, sorted by name; a load balancer leaves it percent-encoded."""
-        return "&".join(f"{name}={value}" for name, values in many(event, "QueryStringParameters") for value in values)
+        """Return the query, sorted by name; a load balancer leaves it percent-encoded."""
+        return "&".join(
+            f"{name}={value}" for name, values in values_by_name(event, "QueryStringParameters") for value in values
+        )
 
     def added(self, event: Event, reply: Reply, headers: Headers) -> Any:
         if "multiValueHeaders" not in event or not reply.readable:
@@ -139,7 +143,7 @@ class HttpApi(RestApi):
         return str(event.get("rawPath") or "/")
 
     def inner_path(self, event: Event) -> str:
-        """The path without its stage, which it begins with unless the stage is the default one."""
+        """Return the path without its stage; it begins with its stage unless that is `$default`."""
         stage, path = f"/{event['requestContext'].get('stage', '$default')}", self.path(event)
         return path.removeprefix(stage) or "/" if path == stage or path.startswith(f"{stage}/") else path
 
@@ -149,10 +153,10 @@ class HttpApi(RestApi):
     def as_get(self, event: Event) -> Event:
         context = event["requestContext"]
         get = {**context, "http": {**context["http"], "method": "GET"}}
-        return {**event, **asked(event), "requestContext": get, "body": None, "isBase64Encoded": False}
+        return {**event, **headers_of_get(event), "requestContext": get, "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
-        """The function's answer; without a statusCode, it is the body itself: a text, or any JSON."""
+        """Return the function's answer.  A value without a statusCode is the body itself: a text, or any JSON."""
         if isinstance(value, dict) and "statusCode" in value:
             return structured(value)
         try:
@@ -170,14 +174,14 @@ SOURCES: tuple[type[RestApi], ...] = (HttpApi, LoadBalancer, RestApi)
 
 
 def source_of(event: Any) -> RestApi | None:
-    """The reader of the event; None if it is no HTTP request."""
+    """Return the reader of the event, or None if the event is not an HTTP request."""
     if not isinstance(event, dict):
         return None
     return next((source() for source in SOURCES if source.is_source(event)), None)
 
 
-def asked(event: Event) -> Event:
-    """The headers of the event, in each form that it has them in, without those that describe a change."""
+def headers_of_get(event: Event) -> Event:
+    """Return the event's headers for a GET, in each of their two forms that the event has."""
     forms = [form for form in ("headers", "multiValueHeaders") if event.get(form)]
     return {
         form: {name: value for name, value in event[form].items() if name.lower() not in NOT_OF_A_GET} for form in forms
@@ -194,8 +198,8 @@ def request_body(event: Event) -> bytes:
         raise InvalidPayload("isBase64Encoded is true, and the body is not base64; nothing was done") from error
 
 
-def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
-    """Headers or query parameters, each with all its values, in the order of their names."""
+def values_by_name(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
+    """Return headers or query parameters, each with all its values, sorted by their names."""
     found = event.get(f"multiValue{name}") or {}
     single = {} if found else event.get(name[0].lower() + name[1:]) or {}
     values = {**{each: list(given) for each, given in found.items()}, **{each: [one] for each, one in single.items()}}
@@ -203,13 +207,13 @@ def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
 
 
 def structured(value: Any) -> Reply:
-    """An answer with a statusCode; unreadable if it has none."""
+    """Read an answer that must have a statusCode; without a valid one, it is not readable."""
     try:
         status, body = int(value["statusCode"]), value.get("body") or ""
         data = base64.b64decode(body, validate=True) if value.get("isBase64Encoded") else body.encode()
         cookies = [("set-cookie", cookie) for cookie in value.get("cookies") or ()]
-        headers = [(name.lower(), str(one)) for name, values in many(value, "Headers") for one in values]
-        # If a header is in both forms, the gateway takes the one with many values.
+        headers = [(name.lower(), str(one)) for name, values in values_by_name(value, "Headers") for one in values]
+        # If a header is in both forms, the gateway uses the form with many values.
         single = {name.lower(): str(one) for name, one in (value.get("headers") or {}).items()}
         extra = [(name, one) for name, one in single.items() if name not in dict(headers)]
     except (TypeError, KeyError, ValueError, AttributeError):
@@ -229,7 +233,7 @@ def joined(headers: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def body_of(body: bytes) -> dict[str, Any]:
-    """The body as text if it is UTF-8, else as base64: the client gets the same bytes."""
+    """Return the body as text if it is UTF-8, else as base64, so that the client gets the same bytes."""
     try:
         return {"body": body.decode(), "isBase64Encoded": False}
     except UnicodeDecodeError:
@@ -237,7 +241,7 @@ def body_of(body: bytes) -> dict[str, Any]:
 
 
 def caller_of(event: Event) -> str:
-    """The caller that the gateway has authenticated, named with the kind of identity; else the credentials sent."""
+    """Return the caller that the gateway has authenticated, with the kind of identity; else a digest of the credentials."""
     for place in IDENTITIES:
         found: Any = event.get("requestContext")
         for name in place:
@@ -251,18 +255,18 @@ def caller_of(event: Event) -> str:
 
 
 def time_left(context: Any) -> float | None:
-    """The seconds until Lambda ends the function; None if the context does not say."""
+    """Return the seconds until Lambda ends the function, or None if the context does not say."""
     tell = getattr(context, "get_remaining_time_in_millis", None)
     return max(0.0, tell() / 1000) if tell is not None else None
 
 
 def within(policy: Policy, left: float | None) -> Policy:
-    """The policy with a lease no longer than the function has left, so that a retry need not wait much longer."""
+    """Return the policy with a lease of at most the time *left* plus GRACE, so that a retry waits no longer than needed."""
     if left is None or left + GRACE >= policy.lease:
         return policy
     return dataclasses.replace(policy, lease=left + GRACE)
 
 
 def longest_wait(left: float | None) -> float | None:
-    """How long to wait for a running attempt: at most half the time, because the other half is needed if it fails."""
+    """Return half of the time, the longest wait for a running attempt: the rest is needed to perform if that fails."""
     return None if left is None else left / 2

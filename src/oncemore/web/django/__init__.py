@@ -49,7 +49,7 @@ SQLITE = "sqlite:///"
 class IdempotencyMiddleware(Door[GetResponse]):
     """Guards the requests that the contract, or a decorator on their view, names; all others pass untouched.
 
-    Options are in the dictionary `settings.ONCEMORE`, by the names of the parameters of `Door`.
+    Its options are in the dictionary `settings.ONCEMORE`, and have the names of the parameters of `Door`.
     """
 
     can_await = False
@@ -74,7 +74,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
             super().check_effects()
 
     def policy(self, rule: Rule) -> Policy:
-        """The rule's policy.  In tests the ledger is in memory, and a transaction runs under a lease: see the page on Django."""
+        """Return the rule's policy.  In tests the ledger is in memory, so `effect = "transaction"` becomes a lease."""
         policy = super().policy(rule)
         lends = policy.effect != "transaction" or self.guard.store.lender is not None
         return policy if lends else policy.but(effect="lease")
@@ -86,7 +86,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
         return arun(plan) if self._is_async else run(plan)
 
     def _plan(self, request: HttpRequest) -> Plan[HttpResponseBase] | None:
-        """The plan for a request; None if it passes untouched."""
+        """Return the plan for a request, or None if it passes untouched."""
         if request.method in SAFE_METHODS:
             is_status = self.status_path in (request.path, request.path_info) and request.method in ("GET", "HEAD")
             return self._status(request) if is_status else None
@@ -118,13 +118,13 @@ class IdempotencyMiddleware(Door[GetResponse]):
         return (yield from GuardedResponse(found, request).run())
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
-        """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
+        """Shadow mode: call the view as if there were no middleware, and note how it would have been answered."""
         request, perform = asked.native, partial(self.app, asked.native)
         try:
             if not can_be_read(request, match.rule):
                 return (yield Call(perform))
             asked = asked.with_body(body_of(request, match.rule))
-        except OncemoreError:  # another middleware has read the body as a stream
+        except OncemoreError:  # for instance, another middleware has read the body as a stream
             return (yield Call(perform))
         return (yield from Shadow(self, match).around(asked, perform, attrgetter("status_code")))
 
@@ -136,11 +136,11 @@ class IdempotencyMiddleware(Door[GetResponse]):
         yield  # a plan without effects
 
 
-# The dictionary `settings.ONCEMORE`: the options of the middleware, in which a dotted path stands for an object
+# The dictionary `settings.ONCEMORE`: the options of the middleware; a dotted path stands for an object
 
 
 def options_from_settings(middleware: Any) -> dict[str, Any]:
-    """The keyword arguments for *middleware* that `settings.ONCEMORE` stands for."""
+    """Return the keyword arguments for *middleware*, made from `settings.ONCEMORE`."""
     given = getattr(settings, "ONCEMORE", None)
     if not isinstance(given, Mapping) or "guard" not in given:
         raise ConfigurationError('settings.ONCEMORE names no guard: write ONCEMORE = {"guard": "sqlite:///once.db"}')
@@ -152,15 +152,15 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if value is not None or name == "status_path"}
     for name in options.keys() & {"principal", "tenant", "redact", "rates"}:  # the rest are plain values
         options[name] = import_named(name, options[name])
-        if name in ("principal", "tenant") and is_async(options[name]):  # it is called in a thread
+        if name in ("principal", "tenant") and is_async(options[name]):  # the middleware calls it in a thread
             options[name] = async_to_sync(options[name])
     return {**options, "guard": guard_of(given["guard"]), "contract": contract_of(given.get("contract"))}
 
 
 def guard_of(given: Any) -> Guard:
-    """The guard at a URL, in a database of Django's (`django:default`), at a dotted path, or itself."""
+    """Return the guard at a URL, in a database of Django (`django:default`), or at a dotted path; or *given* itself."""
     is_url = isinstance(given, str) and ("://" in given or given.startswith(DJANGO))
-    if is_url and is_testing():  # a new one for each test client, and so for each test
+    if is_url and is_testing():  # a new guard for each test client, and so for each test
         return Guard("memory://")
     found = guard_at(below_base_dir(given)) if is_url else import_named("guard", given)
     if not isinstance(found, Guard):
@@ -169,12 +169,12 @@ def guard_of(given: Any) -> Guard:
 
 
 def is_testing() -> bool:
-    """Whether Django's test environment is set up, as by `manage.py test` and pytest-django."""
+    """Whether Django's test environment is set up: `manage.py test` and pytest-django do so."""
     return hasattr(mail, "outbox")
 
 
 def below_base_dir(url: str) -> str:
-    """The URL with a relative file of SQLite's in BASE_DIR, so that it is the same whatever the working folder."""
+    """Return the URL.  If it is a relative SQLite file, put it into BASE_DIR, so that the working folder does not matter."""
     file = url.removeprefix(SQLITE)
     base = getattr(settings, "BASE_DIR", None)
     if not url.startswith(SQLITE) or file.startswith(("/", ":")) or base is None:
@@ -184,12 +184,12 @@ def below_base_dir(url: str) -> str:
 
 @lru_cache(maxsize=32)
 def guard_at(url: str) -> Guard:
-    """One guard for each URL, however many handlers there are: a test client makes one of its own."""
+    """Return the guard at the URL, always the same object: Django may make the middleware several times."""
     return Guard(url)
 
 
 def contract_of(given: Any) -> Contract | None:
-    """The contract in a TOML file (beside manage.py, unless its path is absolute), at a dotted path, or itself."""
+    """Return the contract in a TOML file (relative to BASE_DIR), or at a dotted path; or *given* itself."""
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         return Contract.load(Path(getattr(settings, "BASE_DIR", ""), given))
     found = import_named("contract", given)
@@ -199,7 +199,7 @@ def contract_of(given: Any) -> Contract | None:
 
 
 def import_named(name: str, given: Any) -> Any:
-    """The object at a dotted path; anything but a text stands for itself."""
+    """Return the object at a dotted path; return anything but a text as it is."""
     if not isinstance(given, str):
         return given
     try:
@@ -219,6 +219,6 @@ def check_place(middleware: type) -> None:
             break
     warnings.warn(
         "IdempotencyMiddleware is not after AuthenticationMiddleware in MIDDLEWARE, so it cannot see request.user: keys "
-        "belong to the credentials in the headers, or to nobody.  Move it, or name a principal in ONCEMORE.",
+        "belong to the credentials in the headers, or to no principal.  Move it, or name a principal in ONCEMORE.",
         stacklevel=3,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from django.contrib.admindocs import utils as admindocs  # type: ignore[import-untyped]
 
-# Values that Django computes from a request once, and keeps in it.
+# Values that Django computes once from a request, and stores in it.
 COMPUTED = ("_body", "_post", "_files", "headers")
 PARAMETER = re.compile(r"<(?:(?P<converter>\w+):)?(?P<name>\w+)>")
 
@@ -22,17 +22,17 @@ def has_body(request: Any) -> bool:
 
 
 def is_consumed(request: Any) -> bool:
-    """Whether the body was read as a stream, and is gone."""
+    """Whether the body was read as a stream, and cannot be read again."""
     return bool(request._read_started)
 
 
 def set_body(request: Any, body: bytes) -> None:
-    """Let a view read *body* as if the request had not been read, with Django's own limits."""
+    """Let the view read *body* as if nobody had read the request; Django's own limits still apply."""
     request._stream, request._read_started = BytesIO(body), False
 
 
 def copy_as_get(request: Any, meta: dict[str, Any]) -> Any:
-    """The same request (its user, its session), but a GET without a body, with *meta* for its headers."""
+    """Return a copy of the request, with its user and session, as a GET without a body, with *meta* as its headers."""
     inner: Any = object.__new__(type(request))
     inner.__dict__.update({name: value for name, value in vars(request).items() if name not in COMPUTED})
     inner.META = {**meta, "REQUEST_METHOD": "GET"}
@@ -42,7 +42,7 @@ def copy_as_get(request: Any, meta: dict[str, Any]) -> Any:
 
 
 def path_of(route: str) -> str:
-    """A route such as `^api/` + `orders/<int:id>/` as the contract writes it: `/api/orders/{id}/`."""
+    """Return a route such as `^api/` + `orders/<int:id>/` as the contract writes it: `/api/orders/{id}/`."""
     path = admindocs.replace_named_groups(admindocs.remove_non_capturing_groups(route))
     path = admindocs.replace_metacharacters(admindocs.replace_unnamed_groups(path)).replace("\\", "")
     path = "/" + path.lstrip("/")
@@ -50,9 +50,9 @@ def path_of(route: str) -> str:
 
 
 def ninja_operations(view: Any) -> list[Any]:
-    """The operations of a Django Ninja view, each with its `methods` and its `view_func`; none for any other view.
+    """Return the operations of a Django Ninja view, each with `methods` and `view_func`; an empty list for other views.
 
-    Ninja puts a closure into the URL configuration, and its `self` has them.
+    Ninja puts a closure into the URL configuration, and the operations are in its `self`.
     """
     names, cells = getattr(getattr(view, "__code__", None), "co_freevars", ()), getattr(view, "__closure__", None) or ()
     owner = dict(zip(names, cells, strict=False)).get("self")

@@ -1,4 +1,4 @@
-"""The app `"oncemore.web.django"` for INSTALLED_APPS: it has no models, and makes `manage.py check` look at the settings."""
+"""The app `"oncemore.web.django"` for INSTALLED_APPS.  It has no models; `manage.py check` then checks the settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OncemoreConfig(AppConfig):  # type: ignore[misc]
 
 
 def check_settings(**_: Any) -> list[Any]:
-    """The faults of `settings.ONCEMORE` and of the middleware's place, as system checks report them."""
+    """Return the faults of `settings.ONCEMORE` and of the middleware's place as messages of Django's system checks."""
     if MIDDLEWARE not in settings.MIDDLEWARE:
         hint = f'Write MIDDLEWARE += ["{MIDDLEWARE}"].'
         return [checks.Warning("IdempotencyMiddleware is not in MIDDLEWARE.", hint=hint, id="oncemore.W001")]

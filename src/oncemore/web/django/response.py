@@ -1,4 +1,4 @@
-"""One guarded Django response: its outcome is recorded before it is returned."""
+"""Makes one guarded Django response: records its outcome before returning it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .request import ERROR
 
 
 class GuardedResponse:
-    """The response to one guarded request: returned when its outcome is durable."""
+    """Calls the view for one guarded request, and returns the response when its outcome is durable."""
 
     def __init__(self, exchange: Exchange, request: HttpRequest) -> None:
         self.exchange = exchange
@@ -34,7 +34,7 @@ class GuardedResponse:
         """Call the view, record the outcome, and return the response."""
         try:
             return (yield from self._call_view())
-        except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
+        except GeneratorExit:  # the event loop has ended, so the ledger cannot be asked any more
             self.attempt.drop()
             raise
 
@@ -64,7 +64,7 @@ class GuardedResponse:
         return response
 
     def _body(self, response: HttpResponseBase) -> Plan[bytes | None]:
-        """The complete body of the response, or None if it is a stream, or too large to be read in advance."""
+        """Return the complete body of the response, or None if it is a stream, or too large to be held back."""
         if not response.streaming:
             return response.content  # type: ignore[no-any-return]
         length = str(response.headers.get("Content-Length", ""))
@@ -81,14 +81,14 @@ class GuardedResponse:
         status = response.status_code
         if body is None:
             return self.exchange.record_stream(status, has_length="Content-Length" in response.headers)
-        # As plain texts: a subclass of str, as template engines use to mark safe texts, could not be stored.
+        # As plain texts: a subclass of str, with which template engines mark safe texts, cannot be stored.
         headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
         cause = getattr(self.request, ERROR, None) if status >= 500 else None
         return self.exchange.record(status, headers, body, cause)
 
 
 class Collect:
-    """Effect: read a streamed response, which can still be sent; None if it has more than *most* bytes."""
+    """Effect: read a streamed response so that it can still be sent; return None if it has more than *most* bytes."""
 
     def __init__(self, response: HttpResponseBase, most: int) -> None:
         self.response = response
@@ -126,7 +126,7 @@ async def achain(chunks: list[bytes], rest: AsyncIterator[bytes] | None = None) 
 
 
 def releasing(close: Callable[[], None], attempt: LeaseAttempt) -> Callable[[], None]:
-    """A response's close that also releases the attempt of a stream that is not to be remembered."""
+    """Return a `close` for a stream that the rule does not keep: it also releases the attempt."""
 
     def close_and_release() -> None:
         try:
@@ -138,17 +138,17 @@ def releasing(close: Callable[[], None], attempt: LeaseAttempt) -> Callable[[], 
 
 
 class InThread(Call):
-    """Effect: call a function that may ask the database, as `request.user` does at its first use, off the event loop."""
+    """Effect: call a function outside the event loop, because it may ask the database: `request.user` does so."""
 
     __slots__ = ()
 
     async def arun(self) -> Any:
-        # Django ends the thread with the request: if that left before the function does, it would block the loop.
+        # Waits even if cancelled: Django ends the thread with the request, which blocks the loop until the function ends.
         return await finish_despite_cancel(sync_to_async(self.function)(*self.args))
 
 
 class ToTheEnd:
-    """Effect: carry out a plan to its end, also if the client has gone; only then is the request given up."""
+    """Effect: run a plan to its end even if the client has left, and raise the cancellation only after that."""
 
     def __init__(self, plan: Plan[HttpResponseBase]) -> None:
         self.plan = plan
@@ -167,13 +167,13 @@ class ToTheEnd:
             return await finish_despite_cancel(finish())
         except asyncio.CancelledError:
             for response in found:
-                if response.streaming:  # it will not be sent, and may keep its lease until it is closed
+                if response.streaming:  # it is never sent, and its lease may be held until it is closed
                     await sync_to_async(response.close)()
             raise
 
 
 def to_django(response: Response) -> HttpResponse:
-    """A response of ours as Django's."""
+    """Return a response of the middleware as one of Django's."""
     answer = HttpResponse(response.body, status=response.status)
     del answer.headers["Content-Type"]
     if response.status not in (204, 304):

@@ -1,4 +1,4 @@
-"""Rules on Django's views: the decorators that attach them, and the rule of a request by its URL."""
+"""Rules on Django's views: the decorators that attach them, and the lookup of a request's rule by its URL."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, attach, check_called
 from ..._contract.settings import Settings
 from ...errors import ConfigurationError
-from ..discovery import decorated, rules_for, unsafe_methods
+from ..discovery import decorated_objects, rules_for, unsafe_methods
 from ..unserved import Route, route_at, warn_of_routes
 from ._compat import ninja_operations, path_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-Rules = dict[tuple[int, str], Rule]  # by the id of the view that the URL configuration holds, and the method
+Rules = dict[tuple[int, str], Rule]  # the key is the id of the view in the URL configuration, and the method
 
 log = logging.getLogger("oncemore.web")
-marked: WeakSet[Any] = WeakSet()
+marked: WeakSet[Any] = WeakSet()  # the views that a decorator has given a rule
 
 
 def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
-    """A decorator for views, classes of views, their methods and actions: the requests they serve follow this rule."""
+    """Return a decorator for a view, a class of views, a method or an action: its requests follow this rule."""
     check_called(match)
     return mark(Rule(match, **settings))
 
@@ -43,17 +43,17 @@ def mark(rule: Rule) -> Callable[[F], F]:
 
 
 def required(view: F) -> F:
-    """The view's requests must carry a key."""
+    """Decorate a view whose requests must have a key."""
     return mark(REQUIRED)(view)
 
 
 def optional(view: F) -> F:
-    """The view's requests are guarded if they carry a key."""
+    """Decorate a view whose requests are guarded if they have a key."""
     return mark(OPTIONAL)(view)
 
 
 def exempt(view: F) -> F:
-    """The view's requests pass untouched, whatever the contract says of others."""
+    """Decorate a view whose requests pass untouched, even if a rule of the contract matches them."""
     return mark(EXEMPT)(view)
 
 
@@ -61,22 +61,22 @@ REQUIRED, OPTIONAL, EXEMPT = Rule(key="required"), Rule(key="optional"), Rule(id
 
 
 class Views:
-    """The rules on the views of a URL configuration, each found by resolving the request as Django does."""
+    """Finds the rule on a request's view by resolving its URL as Django does."""
 
     def __init__(self, contract: Contract, status_path: str | None = None) -> None:
         self.contract = contract
         self.status_path = status_path
         self._rules: dict[Any, Rules] = {}
-        self._declaring = threading.Lock()  # the first requests may come at once
+        self._declaring = threading.Lock()  # several first requests may come at the same time
 
     def match(self, request: Any) -> Match | None:
-        """The rule on the view that will serve the request, if there is one."""
+        """Return the rule on the view that will serve the request, or None if it has none."""
         urlconf = getattr(request, "urlconf", None) or django_settings.ROOT_URLCONF
         if urlconf not in self._rules:
             with self._declaring:
                 if urlconf not in self._rules:
                     self._rules[urlconf] = declare(self.contract, urlconf)
-                    if getattr(request, "urlconf", None) is None:  # the project's own
+                    if getattr(request, "urlconf", None) is None:  # the project's own configuration
                         warn_of_routes(self.contract, served(), self.status_path, get_script_prefix().rstrip("/"))
         rules = self._rules[urlconf]
         if not rules:
@@ -112,7 +112,7 @@ def declare(contract: Contract, urlconf: Any) -> Rules:
 
 
 def routes(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every route below *resolver*, as it was written, and its view."""
+    """Yield every route below *resolver*, as it was written, with its view."""
     for pattern in resolver.url_patterns:
         route = prefix + str(pattern.pattern).removeprefix("^" if prefix else "")
         if hasattr(pattern, "url_patterns"):
@@ -122,29 +122,29 @@ def routes(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def served() -> Iterator[Route]:
-    """The routes of the project's URL configuration; which methods a view serves is not known."""
+    """Yield the routes of the project's URL configuration, each for any method: a view does not declare its methods."""
     for route, _ in routes(get_resolver(django_settings.ROOT_URLCONF), ""):
         yield route_at(path_of(route), {ANY})
 
 
 def functions_of(view: Any) -> list[tuple[Any, list[str]]]:
-    """The functions that serve a view, each with the methods by which it may have effects: Django Ninja has several."""
+    """Return the functions of a view, each with the methods by which it may have effects: Django Ninja has several."""
     found = [(each.view_func, [m for m in UNSAFE_METHODS if m in each.methods]) for each in ninja_operations(view)]
     return found or [(view, unsafe_methods(view))]
 
 
 def lineage(view: Any) -> Iterator[Any]:
-    """The view, and every function that its decorators have wrapped, to which a rule may be attached."""
+    """Yield all objects that a rule of the view may be attached to, and the functions that their decorators have wrapped."""
     for function, methods in functions_of(view):
         for method in methods:
-            for place in decorated(function, method):
+            for place in decorated_objects(function, method):
                 while place is not None:
                     yield place
                     place = getattr(place, "__wrapped__", None)
 
 
 def at_route(rule: Rule, methods: list[str], route: str) -> Rule:
-    """The rule for the requests to *route*; one that names its own requests stays as it is."""
+    """Return the rule for the requests to *route*; a rule that has a `match` of its own is returned as it is."""
     if rule.match != DEFAULT["match"]:
         return rule
     try:

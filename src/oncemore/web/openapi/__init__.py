@@ -1,4 +1,4 @@
-"""Writes the contract into an OpenAPI document: keys, replays, refusals, retention, for every operation it guards."""
+"""Writes the contract into an OpenAPI document: keys, replays, refusals and retention of each guarded operation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def enrich(
     status_path: str | None = None,
     problem_base: str = PROBLEM_BASE,
 ) -> Json:
-    """A copy of the OpenAPI 3 *document* with the contract's rule on each operation; applying it twice changes nothing.
+    """Return a copy of the OpenAPI 3 *document* with the contract's rule on each operation.  A second call changes nothing.
 
-    *prefix* stands before the document's paths if the contract names them in full.  With a *status_path*, the lookup of
-    an operation by its key is documented, too.
+    *prefix* is put before the document's paths to find their rules.  With a *status_path*, the status lookup is documented,
+    too.
     """
     if not str(document.get("openapi", "")).startswith("3."):
         raise ConfigurationError(
@@ -41,11 +41,11 @@ def enrich(
         made.setdefault("components", {}).setdefault("schemas", {})[parts.PROBLEM] = parts.PROBLEM_SCHEMA
         if status_path:
             made["paths"].setdefault(status_path, parts.status_item(problem_base))
-    return copy.deepcopy(made)  # the same object is in many places here, and a reader may change one
+    return copy.deepcopy(made)  # so that no object is in two places: a caller may change one of them
 
 
 def matches(document: Json, contract: Contract, prefix: str) -> Iterator[tuple[Rule, Json]]:
-    """Each operation of the document that the contract has a rule for."""
+    """Yield each operation of the document that the contract has a rule for, after its rule."""
     for path, item in document.get("paths", {}).items():
         for method in METHODS:
             if isinstance(item.get(method), dict):
@@ -55,7 +55,7 @@ def matches(document: Json, contract: Contract, prefix: str) -> Iterator[tuple[R
 
 
 def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> bool:
-    """Write the rule into the operation, unless it is there; return whether the operation is guarded."""
+    """Write the rule into the operation unless it is there already.  Return whether the operation is guarded."""
     table = parts.extension(rule)
     guarded = rule.idempotent and rule.key.source != "none"
     if operation.get("x-idempotency") == table:
@@ -76,7 +76,7 @@ def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> 
 
 
 def add_parameter(document: Json, operation: Json, parameter: Json) -> None:
-    """Add the header; if the operation has it already, its own words stay, and the schema is ours."""
+    """Add the header.  If the operation has it already, keep its name, description and examples, and replace its schema."""
     known = operation.setdefault("parameters", [])
     for place, given in enumerate(known):
         found: Json = resolved(document, given) or {}
@@ -88,7 +88,7 @@ def add_parameter(document: Json, operation: Json, parameter: Json) -> None:
 
 
 def add_responses(document: Json, rule: Rule, responses: Json, problem_base: str) -> None:
-    for status in responses:  # the operation's own; ours are not among them yet
+    for status in responses:  # before the refusals are added, so only the operation's own responses
         extend(document, responses, status, {"headers": parts.answer_headers(rule)})
     if rule.policy.on_duplicate == "ok":
         responses.setdefault("200", {"description": "It was performed before.", "headers": parts.answer_headers(rule)})
@@ -106,7 +106,7 @@ def add_responses(document: Json, rule: Rule, responses: Json, problem_base: str
 
 
 def shared(document: Json, name: str, response: Json) -> Json:
-    """A reference to the response, which most operations have in common."""
+    """Put the response into the document's components, because many operations share it, and return a reference to it."""
     known = document.setdefault("components", {}).setdefault("responses", {})
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     free = next(each for each in names if known.setdefault(each, response) == response)
@@ -114,9 +114,9 @@ def shared(document: Json, name: str, response: Json) -> Json:
 
 
 def extend(document: Json, responses: Json, status: str, added: Json) -> None:
-    """Add headers and contents to a response; its own stay."""
+    """Add headers and contents to a response, and keep its own."""
     found = resolved(document, responses[status]) if status in responses else {}
-    if found is None:  # it is in another document
+    if found is None:  # the reference cannot be followed: it may lead to another document
         return
     given = found.get("content", {})
     contents = {kind: either(given.get(kind, {}), content) for kind, content in added.get("content", {}).items()}
@@ -126,7 +126,7 @@ def extend(document: Json, responses: Json, status: str, added: Json) -> None:
 
 
 def either(given: Json, added: Json) -> Json:
-    """A content of either kind."""
+    """Return a content that allows both schemas."""
     if given.get("schema", added["schema"]) == added["schema"]:
         return {**given, **added}
     merged: Json = {**given, "schema": {"anyOf": [given["schema"], added["schema"]]}}
@@ -136,7 +136,7 @@ def either(given: Json, added: Json) -> Json:
 
 
 def resolved(document: Json, value: Json) -> Json | None:
-    """The target of a reference within the document; None if it leads elsewhere, or nowhere."""
+    """Return *value*, or the target of its reference; None if the document does not contain the target."""
     seen: list[str] = []
     while "$ref" in value:
         target = value["$ref"]
@@ -152,30 +152,30 @@ def resolved(document: Json, value: Json) -> Json | None:
     return value
 
 
-# The document that an app makes by itself (FastAPI)
+# The document that an app makes itself (FastAPI)
 
 
 def document(
     app: Any, contract: Contract, *, prefix: str = "", status_path: str | None = None, problem_base: str = PROBLEM_BASE
 ) -> None:
-    """Make `app.openapi()`, and that of each app mounted in it, show the contract.
+    """Make `app.openapi()` show the contract, and do the same for each app mounted in *app*.
 
-    The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
+    The middleware calls this for the app that it is added to.  *prefix* is the path at which *app* itself is mounted.
     """
     for found, mounted in documented(app, prefix):
-        plain = found.openapi.plain if isinstance(found.openapi, Enriched) else found.openapi  # the last call counts
-        lookup = status_path if mounted == prefix else None  # it is the outer app's
+        plain = found.openapi.plain if isinstance(found.openapi, Enriched) else found.openapi  # called again
+        lookup = status_path if mounted == prefix else None  # only the outer app has the status lookup
         options: Json = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
         found.openapi = Enriched(found, plain, contract, options)
 
 
 class Enriched:
-    """The `openapi()` of an app, with the contract's rules.
+    """Replaces the `openapi()` of an app: returns its document with the contract's rules.
 
-    Made anew only if the app's own document or the contract has changed: anybody may ask for it, and it takes long to make.
+    The result is made again only if the app's own document or the contract has changed, because it takes long to make.
     """
 
-    latest: tuple[Json | None, tuple[Rule, ...], Json] = (None, (), {})  # the app's own document, the rules, and ours
+    latest: tuple[Json | None, tuple[Rule, ...], Json] = (None, (), {})  # the app's own document, the rules, the result
 
     def __init__(self, app: Any, plain: Callable[[], Json], contract: Contract, options: Json) -> None:
         self.app = app
@@ -186,7 +186,7 @@ class Enriched:
     def __call__(self) -> Json:
         document = self.plain()
         made_from, made_with, made = self.latest
-        if document is not made_from:  # it has new routes, which may have rules
+        if document is not made_from:  # a new document may have new routes with rules
             self.contract.add(*starlette_rules(getattr(self.app, "routes", ()), self.options["prefix"]))
         rules = self.contract.rules
         if document is not made_from or rules is not made_with:
@@ -196,7 +196,7 @@ class Enriched:
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
-    """Each app that makes a document, with the path that it is mounted at."""
+    """Yield each app that makes a document, with the path that it is mounted at."""
     if makes_document(app):
         yield app, prefix
     for route in each_route(getattr(app, "routes", None) or ()):
@@ -210,7 +210,7 @@ def makes_document(app: Any) -> bool:
 
 
 def outermost(app: Any) -> Any:
-    """The app itself, or the first one inside it that makes a document: a middleware keeps the next one in its `app`."""
+    """Return the app, or the first one inside it, that makes a document: a middleware has the next app in `app`."""
     seen: set[int] = set()
     while app is not None and not makes_document(app) and id(app) not in seen:
         seen.add(id(app))

@@ -43,11 +43,11 @@ PROBLEM_SCHEMA: Json = {
     "type": "object",
     "description": "Why the operation was not performed, and what the caller can do (RFC 9457).",
     "properties": {
-        "type": {"type": "string", "description": "What kind of problem it is."},
+        "type": {"type": "string", "description": "The kind of problem, as a URI."},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "What happened this time, and how to mend it."},
-        "error_code": {"type": "string", "description": "The kind of problem, as one word for programs."},
+        "detail": {"type": "string", "description": "What happened this time, and what to do about it."},
+        "error_code": {"type": "string", "description": "The kind of problem, as a code for programs."},
         "retryable": {"type": "boolean", "description": "Whether the same request, with the same key, may work later."},
     },
     "required": ["type", "title", "status", "detail", "error_code", "retryable"],
@@ -58,28 +58,28 @@ ACCEPTED_SCHEMA: Json = {
         "state": {"type": "string", "enum": ["running"]},
         "operation": {"type": "string"},
         "key": {"type": "string"},
-        "status_url": {"type": "string", "description": "Where to look how it goes."},
+        "status_url": {"type": "string", "description": "The URL of the operation's state."},
     },
     "required": ["state", "operation", "key", "status_url"],
 }
 RETRY_AFTER: Json = {"description": "Seconds to wait before a retry.", "schema": {"type": "integer", "minimum": 1}}
-EXPIRES: Json = {"description": "Until when a retry gets this same response.", "schema": {"type": "string"}}
+EXPIRES: Json = {"description": "The time until which a retry gets this response.", "schema": {"type": "string"}}
 
 
 # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameters(rule: Rule) -> Iterator[Json]:
-    """The headers that the rule reads."""
+    """Yield the headers that the rule reads."""
     key = rule.key
     if key.source == "header":
-        told = f"A unique name for this operation, and the same one when you retry it. {kept_for(rule)}"
+        told = f"A unique name for this operation. Send the same name if you retry it. {kept_for(rule)}"
         yield header_parameter(key.name, told, key.required or rule.if_match, key_schema(key))
     if rule.first_sent:
-        told = "When the operation was first sent, as an HTTP date; the same on every retry."
+        told = "The time at which the operation was first sent, as an HTTP date; the same on every retry."
         yield header_parameter(rule.first_sent, told, False, {"type": "string"})
     if rule.if_match:
-        told = "The ETag of the resource as the caller knows it."
+        told = "The ETag of the resource that the caller has read."
         yield header_parameter("If-Match", told, True, {"type": "string"})
 
 
@@ -88,7 +88,7 @@ def header_parameter(name: str, description: str, required: bool, schema: Json) 
 
 
 def key_schema(key: KeySource) -> Json:
-    """The schema of a key's header.  A strict key is written in quotes, which count for its pattern."""
+    """Return the schema of a key's header.  A strict key is sent in quotes, so its pattern includes them."""
     kind, _, pattern = key.format.partition(":")
     if kind == "regex":
         pattern = f"(?:{pattern})"
@@ -103,12 +103,12 @@ def key_schema(key: KeySource) -> Json:
 
 
 def sentence(rule: Rule) -> str:
-    """How the operation is named, if no header names it."""
+    """Return a sentence on how a request names its operation, or an empty text if a header does."""
     key = rule.key
     if key.source == "body":
         where = "/" + "/".join(key.at)
         return (
-            f"Idempotent: `{where}` in the body names the operation; send the same one when you retry. {kept_for(rule)}"
+            f"Idempotent: `{where}` in the body names the operation; send the same value if you retry. {kept_for(rule)}"
         )
     if key.template is not None:
         return f"Idempotent: requests with the same `{key.template.text}` are one operation. {kept_for(rule)}"
@@ -116,11 +116,11 @@ def sentence(rule: Rule) -> str:
 
 
 def kept_for(rule: Rule) -> str:
-    return f"Its outcome is kept for {spelt(rule.policy.ttl)}."
+    return f"Its outcome is kept for {in_words(rule.policy.ttl)}."
 
 
-def spelt(seconds: float) -> str:
-    """A duration as people say it, in the largest unit that divides it."""
+def in_words(seconds: float) -> str:
+    """Return a duration in words, such as "2 hours", in the largest unit that divides it."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length and seconds % length == 0:
             count = int(seconds // length)
@@ -132,17 +132,17 @@ def spelt(seconds: float) -> str:
 
 
 def answer_headers(rule: Rule) -> Json:
-    """The headers that the middleware adds to the operation's own responses."""
+    """Return the headers that the middleware adds to the operation's own responses."""
     status = rule.status_header
     values = list(dict.fromkeys(filter(None, (status.stored, status.replayed, status.unstored))))
-    told = "How the response came: from this request, from the ledger, or without being kept."
+    told = "Whether the response was stored now, replayed from the ledger, or is not stored."
     shown = {status.name: {"description": told, "schema": {"type": "string", "enum": values}}} if status.name else {}
     expires = rule.status_header.expires
     return {**shown, expires: EXPIRES} if expires else shown
 
 
 def refusals(rule: Rule) -> dict[int, list[type[OncemoreError]]]:
-    """The problems that the middleware may answer with instead of the operation, by their status."""
+    """Return the problems that the middleware may send instead of the operation's response, by their status."""
     found: dict[int, list[type[OncemoreError]]] = {}
     for error, applies in REFUSALS:
         if applies(rule):
@@ -181,7 +181,7 @@ REFUSALS: tuple[tuple[type[OncemoreError], Callable[[Rule], bool]], ...] = (
 
 
 def refusal(rule: Rule, status: int, errors: list[type[OncemoreError]], problem_base: str) -> Json:
-    """The response for problems that share a status."""
+    """Return the response for the problems that share a status."""
     types = [problem_base + error.code for error in errors]
     codes = [error.code for error in errors]
     narrowed = {"properties": {"type": {"enum": types}, "error_code": {"enum": codes}, "status": {"enum": [status]}}}
@@ -201,9 +201,9 @@ def refusal(rule: Rule, status: int, errors: list[type[OncemoreError]], problem_
 
 
 def accepted() -> Json:
-    """The response to a repeat of an operation that is still running."""
+    """Return the response to a duplicate of an operation that is still running."""
     return {
-        "description": "The first request with this key is still running; the status URL tells how it goes.",
+        "description": "The first request with this key is still running; its state is at the status URL.",
         "headers": {"Location": {"schema": {"type": "string"}}, "Retry-After": RETRY_AFTER},
         "content": {"application/json": {"schema": ACCEPTED_SCHEMA}},
     }
@@ -213,7 +213,7 @@ def accepted() -> Json:
 
 
 def extension(rule: Rule) -> Json:
-    """The rule for programs, as `x-idempotency`: what it promises and asks for.  Durations are in seconds."""
+    """Return the rule's settings for programs, as `x-idempotency`.  Durations are in seconds."""
     if not rule.idempotent:
         return {"name": rule.name, "idempotent": False}
     if rule.key.source == "none":
@@ -260,7 +260,7 @@ def fingerprint_table(rule: Rule) -> Json:
 
 
 def word(value: object) -> object:
-    """A setting's word; a function of the application has none that callers would know."""
+    """Return the word of a setting, or "custom" if the setting is a function of the application."""
     return value if isinstance(value, str) else "custom"
 
 
@@ -272,14 +272,14 @@ def number(seconds: float) -> float:
 
 TIME = {"description": "Seconds since 1970, or null."}
 RESPONSE: Json = {
-    "description": "The response that a retry gets, if it was kept.",
+    "description": "The response that a retry gets, if it is stored.",
     "type": "object",
     "properties": {
         "status": {"type": "integer"},
         "kept": {"type": "boolean"},
         "headers": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
         "body": {"type": "string"},
-        "body_base64": {"type": "string", "description": "Instead of `body`, if it is no text."},
+        "body_base64": {"type": "string", "description": "Instead of `body`, if the body is not UTF-8."},
     },
 }
 STATUS: Json = {
@@ -299,14 +299,14 @@ PROBLEMS: tuple[type[OncemoreError], ...] = (InvalidKey, InvalidPrincipal, NotFo
 
 
 def status_item(problem_base: str) -> Json:
-    """The path item of the status lookup."""
-    asked = {"operation": "The operation's name, or its method and path.", "key": "The key that it was sent with."}
+    """Return the path item of the status lookup."""
+    asked = {"operation": "The operation's name, or its method and path.", "key": "The key that the request had."}
     problems = {str(error.status): problem_response(error, problem_base) for error in PROBLEMS}
     return {
         "get": {
             "operationId": "idempotency_status",
-            "summary": "What became of an operation, by its key",
-            "description": "Never performs anything, and shows callers only their own operations.",
+            "summary": "The state of an operation, by its key",
+            "description": "Performs nothing, and shows callers only their own operations.",
             "parameters": [
                 {
                     "name": name,
@@ -318,7 +318,7 @@ def status_item(problem_base: str) -> Json:
                 for name, told in asked.items()
             ],
             "responses": {
-                "200": {"description": "What is known.", "content": {"application/json": {"schema": STATUS}}},
+                "200": {"description": "The operation.", "content": {"application/json": {"schema": STATUS}}},
                 **problems,
             },
         }

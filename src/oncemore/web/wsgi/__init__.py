@@ -47,7 +47,7 @@ class IdempotencyMiddleware(Door[App]):
 
     needs_app = True
     _declared = False
-    _declaring = threading.Lock()  # the first requests may come at once
+    _declaring = threading.Lock()  # several first requests may come at the same time
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         if not self._declared:
@@ -69,7 +69,7 @@ class IdempotencyMiddleware(Door[App]):
         return self._guard(match, request, start_response)
 
     def _declare(self, environ: Environ) -> None:
-        """Find the rules on the app's endpoints: at the first request, because routes may be added until then."""
+        """Find the rules on the app's endpoints, at the first request, because routes may be added until then."""
         with self._declaring:
             if not self._declared:
                 declare_flask(self.contract, self.app)
@@ -98,7 +98,7 @@ class IdempotencyMiddleware(Door[App]):
         return GuardedResponse(found, environ, start_response).run()
 
     def _observe(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
-        """Shadow mode: call the app as if there were no middleware, and note what would have been done."""
+        """Shadow mode: call the app as if there were no middleware, and note how it would have been answered."""
         environ, shadow = request.native, Shadow(self, match)
         statuses: list[int] = []
         if can_be_observed(environ, match.rule):

@@ -1,4 +1,4 @@
-"""A WSGI environ, or Django's META, which is made like one: its headers, its path, its body and its errors."""
+"""Reads headers, path, body and errors from a WSGI environ, or from Django's META, which has the same names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..._contract.rule import Rule
 from ...errors import InvalidPayload
 from ..request import Request, check_length
 
-FLASK_ERROR = "oncemore.error"  # in the environ: the exception behind an error page of Flask's
+FLASK_ERROR = "oncemore.error"  # the key in the environ of the exception behind Flask's error page
 BLOCK = 64 * 1024
 NON_ASCII = re.compile(rb"[\x80-\xff]")
 
@@ -23,7 +23,7 @@ def request_of(environ: Mapping[str, Any]) -> Request:
 
 
 def headers_of(environ: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The request's headers, names in lower case.  Servers have joined the lines of one name with commas."""
+    """Return the request's headers, with names in lower case.  Servers have joined the values of a repeated header."""
     found = [(name[5:].replace("_", "-").lower(), value) for name, value in environ.items() if name.startswith("HTTP_")]
     for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
         if environ.get(name):
@@ -32,7 +32,7 @@ def headers_of(environ: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def decode_path(text: str) -> str:
-    """The path as the client meant it: WSGI carries the bytes of its UTF-8 as latin-1.  Other bytes stay percent-encoded."""
+    """Return the decoded path: WSGI carries the bytes of its UTF-8 as latin-1.  Other bytes are percent-encoded again."""
     if text.isascii():
         return text
     data = text.encode("latin-1")
@@ -43,7 +43,7 @@ def decode_path(text: str) -> str:
 
 
 def declared_length(environ: Mapping[str, Any]) -> int | None:
-    """The Content-Length, or None without one; InvalidPayload if it is not a number."""
+    """Return the Content-Length, or None if there is none.  Raise InvalidPayload if it is not a number."""
     text = str(environ.get("CONTENT_LENGTH") or "").strip()
     if not text:
         return None
@@ -53,7 +53,7 @@ def declared_length(environ: Mapping[str, Any]) -> int | None:
 
 
 def read_body(environ: dict[str, Any], rule: Rule) -> bytes:
-    """The whole body, and not a byte more: some servers would wait for a byte after the end for ever."""
+    """Return the whole body.  Read no byte after its end, because some servers would wait for it for ever."""
     declared = declared_length(environ)
     chunked = bool(environ.get("HTTP_TRANSFER_ENCODING"))
     terminated = bool(environ.get("wsgi.input_terminated"))
@@ -69,13 +69,13 @@ def read_body(environ: dict[str, Any], rule: Rule) -> bytes:
 
 
 def read(environ: dict[str, Any], most: int, rule: Rule) -> bytes:
-    """At most *most* bytes of the body."""
+    """Return at most *most* bytes of the body."""
     chunks: list[bytes] = []
     length = 0
     while length < most:
         try:
             chunk = environ["wsgi.input"].read(min(BLOCK, most - length))
-        except Exception as error:  # each server raises its own for a malformed chunk, or if the client has gone
+        except Exception as error:  # for a bad chunk, or a client that has left, each server raises another exception
             raise InvalidPayload("The body could not be read to its end; nothing was done") from error
         if not chunk:
             break
@@ -86,7 +86,7 @@ def read(environ: dict[str, Any], most: int, rule: Rule) -> bytes:
 
 
 def put_back(environ: dict[str, Any], body: bytes) -> None:
-    """Let the app read the body as if it had not been read, with its length, also if it came in chunks."""
+    """Let the app read the body as if nobody had read it; a chunked body gets a Content-Length."""
     environ["wsgi.input"] = BytesIO(body)
     environ["wsgi.input_terminated"] = True
     environ["CONTENT_LENGTH"] = str(len(body))
@@ -94,7 +94,7 @@ def put_back(environ: dict[str, Any], body: bytes) -> None:
 
 
 def can_be_observed(environ: Mapping[str, Any], rule: Rule) -> bool:
-    """Whether the body can be read and put back without a difference to the app: its length is known, and it is not too long."""
+    """Whether reading the body makes no difference to the app: its length is known, and not too long."""
     try:
         return (declared_length(environ) or 0) <= rule.max_request and not environ.get("HTTP_TRANSFER_ENCODING")
     except InvalidPayload:
@@ -102,7 +102,7 @@ def can_be_observed(environ: Mapping[str, Any], rule: Rule) -> bool:
 
 
 def read_to_observe(environ: dict[str, Any]) -> bytes:
-    """The whole body, which the app can still read; nothing else of the environ changes."""
+    """Return the whole body.  The app can still read it, and the rest of the environ stays as it is."""
     length = declared_length(environ)
     if not length:
         return b""
@@ -114,7 +114,7 @@ def read_to_observe(environ: dict[str, Any]) -> bytes:
 def note_flask_errors() -> None:
     """Have Flask write the exceptions of its views into the environ, because it answers them with an error page.
 
-    Does nothing unless Flask has been imported: then the app is not one of Flask's.
+    Do nothing if Flask was not imported, because then the app is not a Flask app.
     """
     flask: Any = sys.modules.get("flask")
     if flask is not None:

@@ -1,7 +1,7 @@
-"""One guarded WSGI response: held back until its outcome is recorded, then given to the server.
+"""Makes one guarded WSGI response: holds it back until its outcome is recorded, then gives it to the server.
 
-A response is held back if it will soon be complete: its length is known, or it is a list, a file or without a body.  A
-response without a length that comes piece by piece is a stream, and is passed on live, after a tombstone was settled for it.
+A response is held back if it will soon be complete: its length is known, or it is a list, a file or without a body.  Any
+other response is a stream, unless the rule stores streams.  It is passed on live, after a tombstone was settled for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BODILESS = (204, 205, 304)
 
 
 class GuardedResponse:
-    """The response to one guarded request: held back until its outcome is durable.
+    """Calls the app for one guarded request, and holds the response back until its outcome is durable.
 
     `run` calls the app and returns the body for the server.
     """
@@ -39,7 +39,7 @@ class GuardedResponse:
         self.attempt = exchange.attempt
         self.environ = environ
         self.start_response = start_response
-        self.instead: Response | None = None  # the client's answer, if what the app has done is not what counts
+        self.instead: Response | None = None  # sent in place of the app's response: a successor's, or a refusal
         self.line = ""  # the app's status line; empty until it has called start_response
         self.headers: list[tuple[str, str]] = []
         self.lowered: Headers = ()
@@ -47,7 +47,7 @@ class GuardedResponse:
         self.size = 0
         self.result: Iterable[bytes] = ()
         self.iterator: Iterator[bytes] = iter(())
-        self.write: Write | None = None  # the server's own, once the app's writes go straight there
+        self.write: Write | None = None  # the server's own `write`, once the response has started
         self.closed = False
 
     def run(self) -> Iterable[bytes]:
@@ -60,7 +60,7 @@ class GuardedResponse:
             self.instead = self._fail(error) or self.instead
             if self.instead is None:
                 raise
-        if self.instead is not None:  # also if the app has caught the error and answered
+        if self.instead is not None:  # set even if the app has caught the error and answered
             self._close_result()
             return respond(self.start_response, self.instead)
         return self._answer(is_complete)
@@ -68,7 +68,7 @@ class GuardedResponse:
     # The app's side
 
     def _call_app(self) -> bool:
-        """Call the app; return whether its response is held back completely, rather than the beginning of a stream."""
+        """Call the app.  Return whether its response is complete, rather than the beginning of a stream."""
         self.result = self.exchange.door.app(self.environ, self._start)
         self.iterator = iter(self.result)
         for chunk in self.iterator:
@@ -86,15 +86,15 @@ class GuardedResponse:
 
     def _start(self, line: str, headers: list[tuple[str, str]], exc_info: ExcInfo | None = None, /) -> Write:
         if exc_info is None and self.line:
-            raise AssertionError("start_response was called before, and without exc_info")
-        if exc_info is not None and self.write is not None:  # the client has some of it already: the server raises
+            raise AssertionError("The application called start_response a second time without exc_info")
+        if exc_info is not None and self.write is not None:  # the client has a part of it already, so the server raises
             return self.start_response(line, headers, exc_info)
-        self.line, self.headers, self.lowered = line, headers, lowered(headers)
+        self.line, self.headers, self.lowered = line, headers, lower_names(headers)
         self.chunks, self.size = [], 0  # a second start replaces the response that was held back
         return self._write
 
     def _write(self, data: bytes) -> None:
-        """The old way to send: held back like a chunk; a second one shows that the response is a stream."""
+        """Send by WSGI's old `write`: the first piece is held back like a chunk; a second one shows a stream."""
         if self.instead is not None:
             return
         if data and self.write is None and self.chunks and not self._can_wait(more=True):
@@ -108,11 +108,11 @@ class GuardedResponse:
             self.size += len(data)
 
     def _begin_writing(self) -> None:
-        """Record that it happened, within the app's own `write`; raise if that is not what counts."""
+        """Settle a tombstone, and start the response.  Raise Fenced if the client gets another response."""
         found = self._record(None, has_length=bool(self.length))
         if isinstance(found, Response):
             self.instead = found
-            raise Fenced("This response is not sent: it took longer than its lease, or its transaction was refused")
+            raise Fenced("This response is not sent: its lease was lost, or its transaction was refused")
         self._begin(found)
 
     @property
@@ -121,18 +121,18 @@ class GuardedResponse:
 
     @property
     def length(self) -> str:
-        """The app's Content-Length, or nothing."""
+        """The app's Content-Length, or an empty text."""
         return value_of(self.lowered, "content-length")
 
     def _is_finite(self) -> bool:
-        """Whether the app's response is no stream: a list, a file, without a body, or said not to be streaming."""
+        """Whether the app's response is not a stream: it is a list, a file, without a body, or has `streaming = False`."""
         wrapper = self.environ.get("wsgi.file_wrapper")
         is_file = isinstance(wrapper, type) and isinstance(self.result, wrapper)
         is_whole = hasattr(self.result, "__len__") or getattr(self.result, "streaming", True) is False
         return is_whole or is_file or self.status in BODILESS
 
     def _can_wait(self, *, more: bool = False) -> bool:
-        """Whether the response may be held back until it is complete; if there is *more* to come, it is a stream."""
+        """Whether the response may be held back until it is complete; *more* means that another `write` follows."""
         most = self.rule.max_response
         if self.length.isdecimal():
             return int(self.length) <= most and self.size <= most
@@ -141,13 +141,13 @@ class GuardedResponse:
     # The server's side
 
     def _answer(self, is_complete: bool) -> Iterable[bytes]:
-        """Record the outcome, and only then answer.  If this attempt was too slow, its successor's outcome counts."""
+        """Record the outcome, then send the response.  If this attempt was too slow, send its successor's instead."""
         if self.write is not None:
             return Body(self._rest(), self.close)
         body = b"".join(self.chunks) if is_complete else None
         try:
             found = self._record(body, has_length=bool(self.length) or self._is_finite())
-        except BaseException as error:  # an interrupt: the app has performed, so the key is not free
+        except BaseException as error:  # for instance an interrupt: the effect has happened, and is not recorded
             self._fail(error)
             raise
         if isinstance(found, Response):
@@ -161,20 +161,20 @@ class GuardedResponse:
         return Body(self._rest() if body is None else iter((body,) if body else ()), self.close)
 
     def _record(self, body: bytes | None, *, has_length: bool) -> Response | list[tuple[str, str]]:
-        """Record the response, or, without a *body*, that it happened."""
+        """Record the response; if *body* is None, record it as a stream."""
         if body is None:
             return run(self.exchange.record_stream(self.status, has_length=has_length))
         cause = self.environ.get(FLASK_ERROR) if self.status >= 500 else None
         return run(self.exchange.record(self.status, self.lowered, body, cause))
 
     def _begin(self, added: list[tuple[str, str]], body: bytes | None = None) -> None:
-        """Start the response as the app does, with our headers *added*."""
+        """Start the app's response, with the headers *added*."""
         if body is not None and self.status >= 200 and self.status not in BODILESS:
             added += [] if self.length else [("Content-Length", str(len(body)))]
         self.write = self.start_response(self.line, [*self.headers, *added])
 
     def _rest(self) -> Iterator[bytes]:
-        """The chunks of a stream: those held back until now, then each as it comes."""
+        """Yield the chunks of a stream: first the chunks that were held back, then each new one immediately."""
         yield from self.chunks
         while True:
             try:
@@ -189,14 +189,14 @@ class GuardedResponse:
         run(self.attempt.release())  # does nothing if a tombstone was settled
 
     def _fail(self, error: BaseException) -> Response | None:
-        """Record that the app failed, and close its iterable; the response, if the client gets that instead of the error."""
+        """Record that the app failed, and close its iterable.  Return a Response to send instead of the error, or None."""
         try:
             return run(self.exchange.fail(error))
         finally:
             self._close_result()
 
     def close(self) -> None:
-        """The server has sent the response, or given up on it."""
+        """Close the app's iterable and release the attempt: the server has sent the response, or has stopped."""
         try:
             self._close_result()
         finally:
@@ -209,7 +209,7 @@ class GuardedResponse:
 
 
 class Body:
-    """The body that the server iterates over, and closes."""
+    """A body that the server iterates over and closes."""
 
     __slots__ = ("_chunks", "close")
 
@@ -230,8 +230,8 @@ def respond(start_response: StartResponse, response: Response, *, head: bool = F
     return [] if head or not response.body else [response.body]
 
 
-def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    # A subclass of str, as template engines use to mark safe texts, could not be stored.
+def lower_names(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    # A subclass of str, with which template engines mark safe texts, cannot be stored.
     return [(name.lower(), str.__str__(value) if isinstance(value, str) else value) for name, value in headers]
 
 

@@ -279,7 +279,7 @@ async def test_sqs_delay_below_a_second_is_rounded_up() -> None:
     class Told:
         broker: Any = SimpleNamespace(sqs=SimpleNamespace(change_message_visibility=None))
 
-        async def tell(self, function: Any, receipt: str, **more: Any) -> None:
+        async def answer(self, function: Any, receipt: str, **more: Any) -> None:
             delays.append(more["VisibilityTimeout"])
 
     told: Any = Told()

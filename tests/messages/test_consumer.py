@@ -274,7 +274,7 @@ def test_requeued_malformed_letter_is_dead_again_with_its_bytes(service: Service
         consumer.run_once(0.1)
         [letter] = inbox.dead(service.broker.channel).records
         assert inbox.kept(letter) == b"{malformed"
-        assert "requeued, but The message is no JSON object" in letter.note
+        assert "requeued, but The message is not a JSON object" in letter.note
 
 
 HEAD = b'{"specversion": "1.0", "id": "1", "source": "payments", "type": "refund.succeeded"'

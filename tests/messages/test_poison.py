@@ -113,7 +113,7 @@ def test_type_that_the_stream_does_not_take_is_dead_alone(outbox: Outbox, nats_u
     ids = add(outbox, 10, b"x")
     drain(Relay(outbox, to=f"{nats_url}/{channel}", attempts=2, backoff=QUICK))
     [letter] = outbox.dead()
-    assert (letter.id, f"does not include {channel}.poison" in letter.error) == ("poison", True)
+    assert (letter.id, f"does not match {channel}.poison" in letter.error) == ("poison", True)
     assert received(connect(f"{nats_url}/{channel}"), len(ids)) == set(ids)
 
 

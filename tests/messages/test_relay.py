@@ -407,7 +407,7 @@ def test_wrong_arguments_are_refused(outbox: Outbox, mode: Mode | None) -> None:
         Relay(outbox, to="http://x/y")
     with pytest.raises(ConfigurationError, match="choose 'hold' or 'lease'"):
         Relay(outbox, to=broker, mode="both")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="make one"):
+    with pytest.raises(ConfigurationError, match="pass an Outbox"):
         Relay("shop", to=broker)  # type: ignore[arg-type]
     for wrong in ({"batch": 0}, {"attempts": 0}, {"lease": "soon"}):
         with pytest.raises(ConfigurationError):

@@ -518,7 +518,7 @@ except Exception as error:
     )
     assert done.stderr.count("arq cancels running jobs at each deployment") == 1
     assert "held: arq cancels" in done.stderr
-    assert "give it one by name=" in done.stdout or "is no job of arq's" in done.stdout
+    assert "give it one by name=" in done.stdout or "is not an arq job" in done.stdout
 
 
 @pytest.mark.server

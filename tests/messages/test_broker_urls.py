@@ -1,4 +1,4 @@
-"""The way from a URL to a broker: channels, spaces, options, credentials, and errors that say what to correct."""
+"""Broker URLs: channels, spaces, options, credentials, and errors that name the correction."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_credentials_and_hosts_are_read_and_the_password_is_hidden() -> None:
         ("sqs:///payments", "names no region"),
         ("nats://host/prod/payments", "write nats://host/payments"),
         ("kafka://host/prod/payments", "write kafka://host/payments"),
-        ("redis+stream://host/prod/payments", "'prod' is no number of a database"),
+        ("redis+stream://host/prod/payments", "'prod' is not the number of a database"),
         ("redis+stream://h1,h2/payments", "names several hosts"),
     ],
 )
@@ -65,8 +65,8 @@ def test_wrong_url_is_refused_with_the_correction(url: str, hint: str) -> None:
         connect(url)
 
 
-def test_object_that_is_no_broker_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is no broker"):
+def test_object_that_is_not_a_broker_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is not a broker"):
         connect(object())  # type: ignore[arg-type]
     broker = connect("memory://payments")
     assert connect(broker) is broker
@@ -104,8 +104,8 @@ def test_deduplication_ids_of_two_sources_differ() -> None:
     other = Envelope("t", 1, id="1", source="orders")
     assert deduplication_id(own, "payments") == "1"
     assert deduplication_id(other, "payments") != "1"
-    assert sqs.fitting("x" * 200) != sqs.fitting("x" * 201)
-    assert len(sqs.fitting("ž")) == 64
+    assert sqs.fit_id("x" * 200) != sqs.fit_id("x" * 201)
+    assert len(sqs.fit_id("ž")) == 64
 
 
 def test_type_with_odd_characters_gives_a_valid_nats_subject() -> None:

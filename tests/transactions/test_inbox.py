@@ -317,7 +317,7 @@ async def test_error_that_no_database_can_store_makes_a_dead_letter(shop: Shop) 
 
 @pytest.mark.parametrize("attempts", [0, "10"])
 def test_an_inbox_without_attempts_is_refused(attempts: Any) -> None:
-    with pytest.raises(ConfigurationError, match="one at least"):
+    with pytest.raises(ConfigurationError, match="at least 1"):
         Inbox(Guard("memory://"), attempts=attempts)
 
 
@@ -327,7 +327,7 @@ def test_a_url_in_the_guards_place_is_told() -> None:
 
 
 def test_a_payload_in_the_sources_place_is_told() -> None:
-    with pytest.raises(ConfigurationError, match=r"source is \{.*\}; it must be a text: handle\(id, source, payload"):
+    with pytest.raises(ConfigurationError, match=r"source is \{.*\}: it must be a text, as in handle\(id, source"):
         Inbox(Guard("memory://")).handle("ev_001", EVENT, "payments", print)  # type: ignore[arg-type]
 
 
@@ -393,7 +393,7 @@ def test_only_dead_letters_are_listed_and_requeued() -> None:
     with pytest.raises(NotFound):
         inbox.requeue("ev_003", "payments")
     inbox.requeue("ev_001", "payments")
-    with pytest.raises(NotResolvable, match="not a dead letter: it waits already"):
+    with pytest.raises(NotResolvable, match="not a dead letter: it already waits"):
         inbox.requeue("ev_001", "payments")
     assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
 
@@ -454,7 +454,7 @@ def test_dead_letter_too_large_for_steps_is_not_handled(caplog: pytest.LogCaptur
     assert "cannot be handled: its payload was too large for an operation in steps" in caplog.text
 
 
-@pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "say retention"), ({"keep": "success"}, "is final")])
+@pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "use retention"), ({"keep": "success"}, "kept")])
 def test_an_inbox_has_a_retention_and_keeps_every_outcome(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Inbox(Guard("memory://"), **setting)

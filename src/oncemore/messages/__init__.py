@@ -1,4 +1,4 @@
-"""Messages between services: each is sent with the effect that it tells of, and received once."""
+"""Messages between services: each commits with the change that it tells of, and is handled once."""
 
 from .broker import Broker
 from .consumer import Consumer

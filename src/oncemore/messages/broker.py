@@ -1,4 +1,4 @@
-"""The protocol of message brokers, for relays and consumers; and `connect`, which makes one from a URL."""
+"""The protocol that relays and consumers use message brokers by, and `connect`, which makes a broker from a URL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._ledger.connect import hide_password, naming_extras, take_options
 from ..errors import BrokerError, ConfigurationError, InvalidPayload
 from .envelope import Envelope
 
-# Scheme: the module in brokers/ and its subclass of UrlBroker.  A new broker is one new file and one line here.
+# Each scheme, with its module in brokers/ and its class.  A new broker is one new file and one line here.
 BROKERS = {
     "memory": ("memory", "MemoryBroker"),
     "nats": ("nats", "NatsBroker"),
@@ -26,11 +26,11 @@ BROKERS = {
     "sqs": ("sqs", "SqsBroker"),
 }
 
-WITHOUT_SPACES = ("nats", "kafka", "sqs")  # a channel's name is the whole path there
+WITHOUT_SPACES = ("nats", "kafka", "sqs")  # modules whose URLs have nothing but the channel in their path
 
 PREFETCH = 100  # deliveries that a consumer may have taken and not yet acknowledged
-VISIBILITY = 30.0  # seconds, in the subscriptions that we create
-TIMEOUT = 10.0  # seconds; a NATS cluster that has lost a leader confirms again after five
+VISIBILITY = 30.0  # seconds; the visibility time-out of subscriptions that we create
+TIMEOUT = 10.0  # seconds; a NATS cluster that has lost its leader confirms messages again after five
 
 # Options that every broker's URL may have.
 COMMON = {
@@ -45,20 +45,20 @@ COMMON = {
 
 
 class BrokerDown(BrokerError):
-    """The broker stores no message for now: it cannot be reached, does not answer, has no room, or does not let us in.
+    """The broker stores no messages for now: it cannot be reached, does not answer, is full, or refuses our login.
 
-    A relay counts no attempt for it, and tries all messages again until the broker is back.
+    A relay then counts no attempt, and tries all messages again until the broker is back.
     """
 
 
 class Delivery(ABC):
-    """One delivery of a message to a consumer, which ends it by `ack` or `nack`.
+    """One delivery of a message to a consumer, which ends the delivery by `ack` or `nack`.
 
     Attributes:
         envelope: The message, or None if it is malformed.
-        problem: The reason why it is malformed; empty if it is not.
-        raw: The bytes of a malformed message.
-        count: How often the broker has delivered it, this time included; 1 if the broker does not count.
+        problem: The reason why the message is malformed; empty if it is not.
+        raw: The message's body, as the broker has it.
+        count: How often the broker has delivered the message, including this time; 1 if the broker does not count.
     """
 
     __slots__ = ("__weakref__", "count", "envelope", "problem", "raw")
@@ -73,37 +73,37 @@ class Delivery(ABC):
 
     @abstractmethod
     async def ack(self) -> None:
-        """Tell the broker that it is done: it will not be delivered to this group again."""
+        """Acknowledge the message, so that the broker does not deliver it to this group again."""
 
     @abstractmethod
     async def nack(self, delay: float = 0.0) -> None:
-        """Have it delivered again, to any consumer of the group, after *delay* seconds."""
+        """Have the message delivered again after *delay* seconds, to any consumer of the group."""
 
     async def extend(self) -> None:
-        """Let the visibility time-out begin anew.  Nothing happens if the broker has none."""
+        """Restart the visibility time-out.  Does nothing if the broker has none."""
         return
 
 
 class Subscription(ABC):
-    """A consumer's connection to its group's share of a channel.
+    """A consumer's connection to a channel, as a member of its group.
 
-    `receive` raises BrokerError if the connection is lost; unacknowledged deliveries are then repeated.  Close the
-    subscription, and open a new one.
+    `receive` raises BrokerError if the connection is lost.  Then close the subscription and open a new one: the broker
+    repeats unacknowledged deliveries.
     """
 
     # Seconds after which an unacknowledged delivery is repeated; None if that happens only when the connection ends.
     visibility: float | None = None
 
     async def aopen(self) -> None:
-        """Connect, and create what is missing; `visibility` is known then."""
+        """Connect, create a missing channel or group, and set `visibility`."""
         return
 
     @abstractmethod
     async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
-        """At most *limit* deliveries, as soon as there is one; none if *wait* seconds have passed."""
+        """Wait up to *wait* seconds for a delivery, and return at most *limit*; none if the time is up."""
 
     async def stop(self) -> None:
-        """Take no more messages; those that were delivered can still be answered.  The last call but `aclose`."""
+        """Take no more messages.  Delivered messages can still be acknowledged.  Only `aclose` may follow."""
         return
 
     @abstractmethod
@@ -121,8 +121,8 @@ class Broker(Protocol):
     Attributes:
         url: The broker's address, without its password, for logs and error messages.
         channel: The name of the channel.
-        group: The name of the consumers' group that the URL gives; empty if it gives none.
-        window: Seconds for which the broker recognises a repeated id; None if it does not, or if it never forgets one.
+        group: The name of the consumers' group in the URL; empty if the URL has none.
+        window: Seconds for which the broker recognises a repeated id; None if it recognises none, or forgets none.
     """
 
     url: str
@@ -131,20 +131,20 @@ class Broker(Protocol):
     window: float | None
 
     async def aopen(self) -> None:
-        """Connect, and create the channel if it is missing; raises BrokerError.  Nothing happens if it is open."""
+        """Connect, and create the channel if it is missing.  Raises BrokerError.  Does nothing if already open."""
 
     async def aclose(self) -> None:
-        """Disconnect.  Nothing happens if it is not open."""
+        """Disconnect.  Does nothing if not open."""
 
     async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        """Send the envelopes in their order; one result for each, None only if the broker has stored it.
+        """Send the envelopes in their order.  Return one result for each: None only if the broker has stored it.
 
-        An error that concerns all of them is the result of each; nothing is raised.  BrokerDown says that it is not the
-        message's fault.  After a lost connection the next call connects again.
+        Errors are returned, not raised; an error that concerns all envelopes is the result of each.  BrokerDown means
+        that the message is not at fault.  After a lost connection, the next call connects again.
         """
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
-        """A subscription for one consumer of *group*, with at most *prefetch* unacknowledged deliveries."""
+        """Return a subscription for one consumer of *group*, with at most *prefetch* unacknowledged deliveries."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,11 @@ class Address:
     options: Mapping[str, Any]
 
     def host_and_port(self, default_port: int) -> list[tuple[str, int]]:
-        """Each host with its port."""
+        """Return each host with its port."""
         return [host_and_port(host, default_port, self.url) for host in self.hosts or ("127.0.0.1",)]
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS settings; None if the connection is not encrypted."""
+        """Return the TLS settings; None if the connection is not encrypted."""
         options = self.options
         if not (options["tls"] or options["tls_ca"] or self.scheme in ("amqps", "rediss+stream")):
             return None
@@ -179,7 +179,7 @@ class Address:
 
 
 class UrlBroker(ABC):
-    """The base class of the brokers in brokers/, each made from its URL and the driver's own *settings*."""
+    """The base class of the brokers in brokers/, which are made from a URL and the driver's own *settings*."""
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
         self.address = address
@@ -206,22 +206,22 @@ class UrlBroker(ABC):
 
     @abstractmethod
     async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        """Send the envelopes, on an open connection; one result for each."""
+        """Send the envelopes on an open connection, and return one result for each."""
 
     @abstractmethod
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription: ...
 
 
-async def answered(broker: UrlBroker, answer: Awaitable[object], errors: tuple[type[Exception], ...]) -> None:
-    """Await the *answer* to a delivery; BrokerError if the driver raises one of *errors*."""
+async def send_answer(broker: UrlBroker, answer: Awaitable[object], errors: tuple[type[Exception], ...]) -> None:
+    """Await the driver's call that answers a delivery.  Raises BrokerError if it raises one of *errors*."""
     try:
         await answer
     except errors as error:
-        raise failed(broker, "The answer to a delivery of", error) from error
+        raise wrap_error(broker, "Answering a delivery of", error) from error
 
 
 def parse_address(url: str, known: Mapping[str, Any], channel: str = "") -> Address:
-    """Read a broker's URL; *known* are the options of its kind, *channel* is for a URL that names none."""
+    """Parse a broker's URL.  *known* has the broker's own options; *channel* is used if the URL names none."""
     rest, options = take_options(url, {**COMMON, **known}, "broker")
     base, _, unknown = rest.partition("?")
     if unknown:
@@ -258,19 +258,19 @@ def host_and_port(host: str, default_port: int, url: str) -> tuple[str, int]:
     if not colon or host.endswith("]"):
         return host.strip("[]"), default_port
     if not port.isdecimal():
-        raise ConfigurationError(f"{url!r}: the port {port!r} is no number")
+        raise ConfigurationError(f"{url!r}: the port {port!r} is not a number")
     return name.strip("[]"), int(port)
 
 
 def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
-    """The broker at *url*; nothing is opened before it is used.  A broker is returned as it is.
+    """Make the broker for *url*, without connecting yet.  If *url* is a broker, return it unchanged.
 
-    *channel* is for a URL that names none.  *settings* are passed on to the driver as they are.
+    *channel* is used if the URL names none.  *settings* are passed to the driver unchanged.
     """
     if not isinstance(url, str):
         if isinstance(url, Broker):
             return url
-        raise ConfigurationError(f"{url!r} is no broker: give a URL as text, or an object with the methods of Broker")
+        raise ConfigurationError(f"{url!r} is not a broker: pass a URL, or an object with the methods of Broker")
     scheme, mark, _ = url.partition("://")
     if not mark or scheme.lower() not in BROKERS:
         known = ", ".join(f"{each}://" for each in BROKERS)
@@ -281,20 +281,20 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
     address = parse_address(url, module.OPTIONS, channel)
     if address.space and name in WITHOUT_SPACES:
         raise ConfigurationError(
-            f"{address.url!r}: a channel of {scheme}:// has nothing around it: write {scheme}://host/{address.channel}"
+            f"{address.url!r}: {scheme}:// takes only a channel after the host: write {scheme}://host/{address.channel}"
         )
     return cast("Broker", getattr(module, kind)(address, settings))
 
 
 def deduplication_id(envelope: Envelope, channel: str) -> str:
-    """The id by which a broker recognises a repetition: unique in the channel, also if several sources write to it."""
+    """Return the id by which a broker recognises a repetition: unique even if several sources share the channel."""
     id = envelope.id if envelope.source == channel else f"{envelope.source}#{envelope.id}"
     return f"{id}#replay-{envelope.replays}" if envelope.replays else id
 
 
-def failed(broker: Broker, what: str, error: BaseException) -> BrokerError:
-    """The error for a driver's *error*."""
-    said = str(error) or type(error).__name__
-    wrapped = BrokerError(f"{what} {broker.url} failed: {said}")
+def wrap_error(broker: Broker, action: str, error: BaseException) -> BrokerError:
+    """Return a BrokerError for a driver's *error*: "<action> <url> failed: ..."."""
+    detail = str(error) or type(error).__name__
+    wrapped = BrokerError(f"{action} {broker.url} failed: {detail}")
     wrapped.__cause__ = error
     return wrapped

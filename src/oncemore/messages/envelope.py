@@ -16,21 +16,21 @@ from ..errors import InvalidPayload, PayloadTooLarge
 
 JSON, BYTES = "application/json", "application/octet-stream"
 STRUCTURED = "application/cloudevents+json"
-LIMIT = 1024 * 1024  # bytes; brokers take about as much
+LIMIT = 1024 * 1024  # bytes; the default limit of several brokers is about the same
 
-# CloudEvents: lower-case letters and digits, and texts without control characters.
+# CloudEvents' rules: attribute names are lower-case letters and digits, and texts have no control characters.
 NAME = re.compile(r"[a-z0-9]{1,64}", re.ASCII)
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 IS_JSON = re.compile(r"[\w.-]+/([\w.-]+\+)?json\s*(;.*)?", re.ASCII | re.IGNORECASE)
 TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 LONGEST = 2048  # characters of an attribute
 
-# What the standard calls context attributes; all others are extensions.
+# The attributes that have a parameter of `Envelope`; all others are extensions.
 OWN = ("id", "source", "type", "subject", "time", "datacontenttype", "traceparent", "correlationid")
 RESERVED = {*OWN, "specversion", "data", "data_base64"}
 UNSET: Any = object()
 
-# HTTP's rule for header values: printable ASCII, except space, quote and percent.
+# CloudEvents' rule for HTTP headers: printable ASCII except space, quote and percent is not percent-encoded.
 SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 Extension = str | int | bool
@@ -43,17 +43,17 @@ class Envelope:
     """One message: a CloudEvents 1.0 event.
 
     Attributes:
-        id: The same in every repetition of the message; unique within its source.
-        source: The service that says it.
+        id: The message's id: unique within its source, and the same in every repetition.
+        source: The service that the message comes from.
         type: The kind of event, such as `refund.succeeded`.
-        subject: The thing that the event is about, and the ordering key: messages with the same subject keep their order.
-        time: When it happened, with its time zone.
+        subject: The thing that the event is about.  Messages with the same subject keep their order.
+        time: When the event happened, with a time zone.
         datacontenttype: The media type of the data; `application/json` unless the data are bytes.
-        traceparent: The W3C trace context of the code that said it.
-        correlationid: The key of the operation or request that it came from.
+        traceparent: The W3C trace context of the code that made the message.
+        correlationid: The key of the operation or request that the message came from.
         extensions: Other CloudEvents attributes: names in lower-case letters and digits, values str, int or bool.
         raw: The data as bytes; None if there are none.
-        replays: How often its outbox has replayed it.  It is not sent, but a broker must not take a replay for a repetition.
+        replays: How often the outbox has replayed the message.  Not sent; it makes a replay differ from a repetition.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Envelope:
         """Make an envelope around *data*, or around its bytes, *raw*.
 
         Raises:
-            InvalidPayload: An attribute is not as CloudEvents wants it, or the data cannot be written as JSON.
+            InvalidPayload: CloudEvents forbids an attribute, or the data cannot be written as JSON.
         """
         self.replays = 0
         self.id = check_text("id", id)
@@ -119,14 +119,14 @@ class Envelope:
 
     @property
     def data(self) -> Any:
-        """The data: parsed if it is JSON, text if its media type says so, otherwise bytes; None if there are none."""
+        """The data: parsed if JSON, text if the media type is text, otherwise bytes; None if there are none."""
         if self._data is UNSET:
             self._data = read_data(self.raw, self.datacontenttype)
         return self._data
 
     @property
     def attributes(self) -> dict[str, Extension]:
-        """All attributes that are set, as CloudEvents writes them."""
+        """All attributes that are set, under their CloudEvents names."""
         found: dict[str, Extension] = {"specversion": "1.0", "id": self.id, "source": self.source, "type": self.type}
         if self.subject is not None:
             found["subject"] = self.subject
@@ -158,8 +158,8 @@ class Envelope:
         size = len(structured(self))
         if size > limit:
             raise PayloadTooLarge(
-                f"The message {self.id!r} of type {self.type!r} has {size:,} bytes, and at most {limit:,} are allowed: store the "
-                "data elsewhere and send a reference to it, or raise the outbox's limit if your broker takes more"
+                f"The message {self.id!r} of type {self.type!r} has {size:,} bytes, and at most {limit:,} are allowed: store "
+                "the data elsewhere and send a reference, or raise the outbox's limit= if your broker accepts more"
             )
 
 
@@ -167,7 +167,7 @@ class Envelope:
 
 
 def structured(envelope: Envelope) -> bytes:
-    """The envelope as one JSON object; data that are neither JSON nor text are in `data_base64`."""
+    """Write the envelope as one JSON object.  Data that are neither JSON nor text go into `data_base64`."""
     members: dict[str, Any] = dict(envelope.attributes)
     raw = envelope.raw
     if raw is not None:
@@ -181,11 +181,11 @@ def structured(envelope: Envelope) -> bytes:
 
 
 def parse_structured(body: bytes) -> Envelope:
-    """The envelope in a JSON object.  Raises InvalidPayload if it is not a CloudEvents 1.0 event."""
+    """Read an envelope from a JSON object.  Raises InvalidPayload if it is not a CloudEvents 1.0 event."""
     try:
         members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidPayload(f"The message is no JSON object: {error}") from None
+        raise InvalidPayload(f"The message is not a JSON object: {error}") from None
     raw_data = members.pop("data", None)
     attributes = {name: parse_json(bytes(value), f"The attribute {name!r}") for name, value in members.items()}
     attributes = {name: value for name, value in attributes.items() if value is not None}
@@ -209,9 +209,9 @@ def parse_structured(body: bytes) -> Envelope:
 
 
 def binary(envelope: Envelope, prefix: str = "ce-", *, quoted: bool = False) -> tuple[dict[str, str], bytes]:
-    """The attributes as headers whose names begin with *prefix*, and the data as the body.
+    """Write the attributes as headers whose names begin with *prefix*, and the data as the body.
 
-    With *quoted*, values are percent-encoded as HTTP and NATS want it; RabbitMQ and Kafka take any text.
+    With *quoted*, values are percent-encoded, as HTTP and NATS require; RabbitMQ and Kafka accept any text.
     """
     headers = {}
     for name, value in envelope.attributes.items():
@@ -224,7 +224,7 @@ def binary(envelope: Envelope, prefix: str = "ce-", *, quoted: bool = False) -> 
 def parse_binary(
     headers: Mapping[str, str | bytes], body: bytes, prefix: str = "ce-", *, quoted: bool = False
 ) -> Envelope:
-    """The envelope in headers and a body; also one in structured mode, if the content type says so.
+    """Read an envelope from headers and a body, or from the body alone if the content type says structured mode.
 
     Raises InvalidPayload if it is not a CloudEvents 1.0 event.
     """
@@ -246,16 +246,16 @@ def parse_binary(
         return parse_structured(body)
     if not body and (not content_type or is_json(content_type)):
         return from_attributes(attributes, None)
-    if not content_type and reads_as_json(body):  # the `cloudevents` package leaves the type out if it is JSON
+    if not content_type and reads_as_json(body):  # the `cloudevents` package omits the content type of JSON
         attributes["datacontenttype"] = JSON
     return from_attributes(attributes, body)
 
 
 def from_attributes(attributes: dict[str, Any], raw: bytes | None) -> Envelope:
-    """The envelope with the attributes that a message has."""
+    """Make an envelope from the attributes of a received message."""
     version = attributes.pop("specversion", None)
     if version != "1.0":
-        raise InvalidPayload(f"The message is no CloudEvents 1.0 event: its specversion is {version!r}")
+        raise InvalidPayload(f"The message is not a CloudEvents 1.0 event: its specversion is {version!r}")
     for name in ("id", "source", "type"):
         if name not in attributes:
             raise InvalidPayload(f"The message has no {name!r}, which CloudEvents requires")
@@ -284,8 +284,8 @@ def check_time(value: Any) -> datetime:
         raise InvalidPayload(f"The message's time is {value!r}: it must be a datetime with a time zone")
     try:
         value.astimezone(UTC)
-    except OverflowError:  # in the first or last hours of what a datetime can be
-        raise InvalidPayload(f"The message's time is {value.isoformat()}: it has no equal in UTC") from None
+    except OverflowError:  # within hours of datetime.min or datetime.max
+        raise InvalidPayload(f"The message's time is {value.isoformat()}: it cannot be converted to UTC") from None
     return value
 
 
@@ -293,14 +293,14 @@ def check_extensions(extensions: Mapping[str, Any]) -> dict[str, Extension]:
     for name, value in extensions.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or name in RESERVED:
             raise InvalidPayload(
-                f"{name!r} cannot be the name of a header: CloudEvents allows lower-case letters and digits, and names that "
-                "it does not use itself"
+                f"{name!r} cannot be the name of a header: use up to 64 lower-case letters and digits, and no "
+                "name that CloudEvents uses itself"
             )
         if isinstance(value, str):
             if value:  # an empty text is allowed here
                 check_text(f"header {name!r}", value)
         elif not isinstance(value, bool | int) or not -(2**31) <= value < 2**31:
-            raise InvalidPayload(f"The header {name!r} is {value!r}: it must be a text, a small integer or a bool")
+            raise InvalidPayload(f"The header {name!r} is {value!r}: it must be a text, a 32-bit integer or a bool")
     return dict(extensions)
 
 
@@ -314,7 +314,7 @@ def parse_time(text: Any) -> datetime:
             raise ValueError
         return datetime.fromisoformat(text.upper())
     except ValueError:
-        raise InvalidPayload(f"The message's time is {text!r}: write it as in 2026-02-19T06:00:00Z") from None
+        raise InvalidPayload(f"The message's time is {text!r}: write it like 2026-02-19T06:00:00Z") from None
 
 
 def is_json(content_type: str | None) -> bool:
@@ -322,7 +322,7 @@ def is_json(content_type: str | None) -> bool:
 
 
 def as_text(raw: bytes, content_type: str | None) -> str | None:
-    """The data as a text, if its media type says that it is one and it can be written as such."""
+    """Return the data as text; None if the media type is not text, or the bytes are not UTF-8."""
     if content_type is None or not content_type.lower().startswith("text/"):
         return None
     try:
@@ -354,13 +354,13 @@ def decode_base64(text: Any) -> bytes:
 
 
 def write_data(data: Any, content_type: str | None) -> bytes:
-    """The data as bytes."""
+    """Return text as UTF-8 if the media type is not JSON, and all other data as JSON."""
     try:
         if isinstance(data, str) and not is_json(content_type):
             return data.encode()
         raw = encode(data)
         if b"null" in raw and not is_finite(msgspec.to_builtins(data)):  # the encoder writes NaN as null
-            raise ValueError("NaN and infinite numbers have no form in it")
+            raise ValueError("JSON has no NaN and no infinite numbers")
         return raw
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidPayload(f"The data of the message cannot be written as JSON: {error}") from None

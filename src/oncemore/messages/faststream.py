@@ -1,4 +1,4 @@
-"""A middleware for FastStream: its subscribers handle each message once."""
+"""A middleware for FastStream, whose subscribers then handle each message once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .._runtime.plan import arun
 from ..errors import ConfigurationError
 from .inbox import Inbox
 
-PREFIXES = ("ce-", "ce_")  # of CloudEvents headers: on NATS and RabbitMQ, and on Kafka
+PREFIXES = ("ce-", "ce_")  # of CloudEvents headers: the first on NATS and RabbitMQ, the second on Kafka
 
 
 class InboxMiddleware:
-    """Calls a subscriber once for each message; for a repeated message it returns the value of the first call.
+    """Calls a subscriber once for each message, and returns the first call's value for a repeated message.
 
         broker = NatsBroker(middlewares=[InboxMiddleware(inbox)])
 
-    The subscriber's effects commit with the inbox's record if it uses `oncemore.current_operation().connection`.  Ids and
-    sources are those of CloudEvents headers; without them, say where they are.
+    The subscriber's effects commit with the inbox's record if it uses `oncemore.current_operation().connection`.  Ids
+    and sources are read from CloudEvents headers; if your messages have none, pass `id` and `source`.
 
     Args:
-        inbox: Remembers what was handled.
-        source: Who sends the messages, if they have no header `ce-source` (on Kafka, `ce_source`).
-        id: Finds the sender's id of a message, if it has no header `ce-id` (on Kafka, `ce_id`).
-        delivery: Finds the broker's count of deliveries, if it has one.
+        inbox: Records the handled messages.
+        source: The sender of all messages; by default their header `ce-source` (on Kafka, `ce_source`).
+        id: Returns the sender's id of a message; by default its header `ce-id` (on Kafka, `ce_id`).
+        delivery: Returns the broker's count of deliveries, if the broker counts them.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class InboxMiddleware:
         return ReceivedMessage(message, context=context, settings=self)
 
     def name_of(self, message: StreamMessage[Any]) -> tuple[str, str]:
-        """The sender's id of the message, and the sender."""
+        """Return the sender's id of the message, and the sender."""
         id = attribute(message, "id") if self.id is None else self.id(message)
         source = attribute(message, "source") if self.source is None else self.source
         if not id or not source:
             raise ConfigurationError(
-                f"A message has no header {'ce-source' if id else 'ce-id'!r}: have it sent as a CloudEvent, or say where to find "
-                "it: InboxMiddleware(inbox, source='payments', id=lambda message: message.headers['x-id'])"
+                f"A message has no header {'ce-source' if id else 'ce-id'!r}: send it as a CloudEvent, or pass source= and id=, "
+                "as in InboxMiddleware(inbox, source='payments', id=lambda message: message.headers['x-id'])"
             )
         return str(id), str(source)
 
 
 def attribute(message: StreamMessage[Any], name: str) -> Any:
-    """The message's CloudEvents attribute; None if it has none."""
+    """Return a CloudEvents attribute of the message; None if the message does not have it."""
     found = (message.headers.get(prefix + name) for prefix in PREFIXES)
     return next((value for value in found if value), None)
 

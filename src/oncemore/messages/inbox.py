@@ -41,28 +41,28 @@ How = Literal["processed", "duplicate", "flagged", "dead"]
 EventHandler = Callable[[Op, Any], Any]
 OnDead = Callable[[Any, str], Any]
 DEAD = "dead letter"
-FLAGGED = "flagged|"  # before the scope of an event's own record
+FLAGGED = "flagged|"  # begins the scope of a flagged event; the event's own scope follows
 DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
-LONGEST_NOTE = 500  # characters of a dead letter's reason
+LONGEST_NOTE = 500  # characters of the reason that a dead letter keeps
 # Why an event cannot be requeued, by the state of its record.
 NOT_DEAD = {
     "running": "it is being handled",
     "settled": "it was handled",
-    "released": "it waits already for its next delivery, a running Consumer, or run_requeued",
-    "held": "nobody knows whether it was handled; find out, and say so with guard.resolve()",
+    "released": "it already waits for its next delivery, a running Consumer, or run_requeued",
+    "held": "nobody knows whether it was handled; find out, and call guard.resolve()",
 }
 NOT_OURS = {
-    "ttl": "say retention, for how long an event's id is remembered",
-    "keep": "the handler's value is final, and an error that it raises is not, unless errors names it",
+    "ttl": "use retention, for how long an event's id is remembered",
+    "keep": "a value of the handler is always kept, and an error only if errors names it",
 }
 
 
 class Received(msgspec.Struct, frozen=True):
-    """The result of a delivery; each of these is acknowledged to the sender.
+    """The result of a delivery, which can be acknowledged to the sender.
 
-    *processed* now; a *duplicate*, with the first one's value; *flagged*: this id came before with another payload, and
-    was not handled; *dead*: it has failed too often, and waits for `requeue`.
+    *how* is "processed" if the handler was called; "duplicate" if the event was handled before, with that *value*;
+    "flagged" if the id came before with another payload, so the handler was not called; "dead" for a dead letter.
     """
 
     how: How
@@ -73,10 +73,15 @@ class Received(msgspec.Struct, frozen=True):
 class Inbox:
     """Handles each event of each source once.
 
-    *name* tells apart the inboxes of several services in one database: each handles every event.  It is also the name of
-    a consumer's group, unless the broker's URL has another.  *retention* is for how long an id is remembered;
-    *sender_span* is for how long the sender may repeat it.  After *attempts* failures an event is a dead letter.  With
-    `effect="lease"` the handler's effect need not be in the ledger's database, and is then as safe as any leased operation.
+    Args:
+        guard: The guard in whose ledger the events are recorded.
+        name: Tells apart the inboxes of several services in one database: each handles every event.  It is also the
+            name of a consumer's group, unless the broker's URL has another.
+        retention: For how long an id is remembered.
+        sender_span: For how long the sender may repeat an event.
+        attempts: How many failures make an event a dead letter.
+        settings: The settings of `Policy`.  With `effect="lease"`, the handler's effect need not be in the ledger's
+            database, and is as safe as any leased operation.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Inbox:
         **settings: Any,
     ) -> None:
         if not isinstance(attempts, int) or attempts < 1:
-            raise ConfigurationError(f"attempts = {attempts!r}: an event needs one at least")
+            raise ConfigurationError(f"attempts = {attempts!r}: it must be an integer, at least 1")
         self.guard = check_guard(guard)
         self.name = check_name(name, "The inbox's name")
         self.attempts = attempts
@@ -100,38 +105,38 @@ class Inbox:
         self.policy = guard.policy.but(**settings)
         if self.policy.ttl < duration(sender_span):
             warnings.warn(
-                f"The inbox forgets an event after {self.policy.ttl:g} s, but its sender repeats it for "
-                f"{duration(sender_span):g} s: make retention at least as long, or it is handled twice",
+                f"The inbox forgets an event after {self.policy.ttl:g} s, but its sender may repeat it for "
+                f"{duration(sender_span):g} s and have it handled twice: make retention at least as long",
                 stacklevel=2,
             )
 
     def handle(
         self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
     ) -> Received:
-        """Have *handler* called with the operation and the payload, unless the event was handled before.
+        """Call *handler* with the operation and the payload, unless the event was handled before.
 
-        If the handler raises, the error comes out: the event is not processed, and its sender should repeat it.
-        *delivery* is the sender's or broker's own count: it also counts deliveries that killed their process.
+        If the handler raises, the error is raised here: the event is not processed, and its sender should repeat it.
+        *delivery* is the sender's or broker's own count, which includes deliveries that killed their process.
         """
         return run(self.received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     async def ahandle(
         self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
     ) -> Received:
-        """Handle the event as `handle` does, with a handler that may be awaited."""
+        """The awaited form of `handle`.  The handler may be async."""
         return await arun(self.received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
-        """The operation that handles an event: the source owns the id, and the payload's digest is the fingerprint."""
+        """Return the operation that handles an event: its scope has the source, its fingerprint the payload."""
         if not isinstance(source, str):
             raise ConfigurationError(
-                f"The event's source is {source!r}; it must be a text: handle(id, source, payload, handler)"
+                f"The event's source is {source!r}: it must be a text, as in handle(id, source, payload, handler)"
             )
         key = check_name(event_id, "The event's id")
         return Operation(self.scope(source), key, fingerprint_of(payload), name=f"inbox.{source}")
 
     def scope(self, source: str) -> str:
-        """The scope of a source's events."""
+        """Return the scope of a source's events."""
         return join("inbox", source) if self.name == DEFAULT_NAME else join("inbox", self.name, source)
 
     def received(
@@ -149,16 +154,16 @@ class Inbox:
 
         Args:
             operation: The operation that handles the event.
-            payload: Is given to the handler.
-            handler: Is called with the operation and the payload.
-            delivery: The broker's count.
-            kept: Is kept in a dead letter, instead of the payload.
-            policy: The inbox's own by default.
-            on_dead: Is called with the payload and the reason by the delivery that makes the event a dead letter.
+            payload: The value to pass to the handler.
+            handler: The function to call with the operation and the payload.
+            delivery: The broker's count of deliveries.
+            kept: The value to keep in a dead letter instead of the payload.
+            policy: The policy to use instead of the inbox's own.
+            on_dead: The function to call with the payload and the reason if the event becomes a dead letter.
         """
         try:
             received = yield from self._received(operation, payload, handler, delivery, kept, policy, on_dead)
-        except InProgress:  # another delivery of it is being handled: that one will tell
+        except InProgress:  # another delivery of the event is being handled, and emits its result
             raise
         except Exception:
             self.guard.emit("received", operation, attempt=delivery, detail="failed")
@@ -180,14 +185,14 @@ class Inbox:
         policy = policy or self.policy
         kept = payload if kept is None else kept
 
-        @functools.wraps(handler)  # its name is in error messages
+        @functools.wraps(handler)  # error messages have its name
         def perform(op: Op) -> Any:
             begun.append(op)
             return handler(op, payload)
 
         try:
             if delivery > self.attempts and (yield from self.bury(operation, kept, why := f"delivery {delivery}")):
-                yield from tell_dead(on_dead, payload, why)
+                yield from call_on_dead(on_dead, payload, why)
                 return Received("dead", attempt=delivery)
             answer = yield from self.guard.guarded(operation, perform, policy)
         except Refusal as refusal:
@@ -197,22 +202,25 @@ class Inbox:
         except StoreError:
             raise
         except Exception as error:
-            if not begun:  # a guard that cannot lend, say: no event is to die of that
+            if not begun:  # the guard has failed, not the handler, so it is not counted
                 raise
             failures = yield from self._failed(operation, self.policy.ttl)
             if failures < self.attempts or not (yield from self.bury(operation, kept, repr(error))):
                 raise
-            log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
-            yield from tell_dead(on_dead, payload, repr(error))
+            why = storable(repr(error))
+            log.error("The event %r of %s is a dead letter: %s; see inbox.dead()", operation.key, operation.name, why)
+            yield from call_on_dead(on_dead, payload, repr(error))
             return Received("dead", attempt=self.attempts)
         if answer.how == "replayed":
             return Received("duplicate", self._value(operation, answer.outcome), answer.attempt)
         return Received("processed", answer.value, answer.attempt)
 
     def _refused(self, operation: Operation, payload: Any, refusal: Refusal) -> Plan[Received]:
-        """The result for the sender if the ledger refuses the event; raises if the sender should repeat it."""
+        """Return the result if the ledger refuses the event.  Raises the refusal if the sender should repeat it."""
         if isinstance(refusal, PayloadMismatch):
-            log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
+            log.warning(
+                "%s: the event %r came again with another payload; see inbox.flagged()", operation.name, operation.key
+            )
             yield from self._flag(operation, payload)
             return Received("flagged")
         if isinstance(refusal, Duplicate | OutcomeNotKept):
@@ -221,26 +229,26 @@ class Inbox:
         if record is None or not (is_dead(record) or (record.state == "held" and self.policy.effect == "transaction")):
             raise refusal
         if not is_dead(record):
-            # A transaction leaves no doubt, so a process has died while it made the event a dead letter; or while it
-            # handled the event under a lease, before the inbox had this level: then it is not repeated either.
+            # A transaction leaves nothing in doubt.  So a process has died while it made the event a dead letter, or
+            # while it handled the event before this inbox's effect was changed from "lease": do not handle it again.
             yield from self.guard.store.resolve(*operation.id, None, retention=self.policy.ttl)
             yield from self.bury(operation, payload, record.note)
         return Received("dead", attempt=record.attempts)
 
     def _value(self, operation: Operation, outcome: Outcome) -> Any:
-        """The handler's value, or the error that is its outcome; None if it was not kept, or cannot be read any more.
+        """Return the handler's value, or the error that is its outcome; None if that was not kept or is unreadable.
 
-        The event was handled, whatever its value: if this raised, the sender would repeat it for ever.
+        The event was handled in any case.  If this method raised, the sender would repeat the event for ever.
         """
         try:
             return self.guard.value_of(operation, self.policy, outcome)
         except (OutcomeNotKept, CorruptRecord):
             return None
 
-    # Flagged events: settled records beside the events' own, whose outcome is the other payload
+    # Flagged events: a settled record beside the event's own; its outcome is the other payload
 
     def _flag(self, operation: Operation, payload: Any) -> Plan[None]:
-        """Keep the other payload for `flagged`; of several under one id, the first."""
+        """Keep the other payload for `flagged`.  Only the first one under each id is kept."""
         beside = Operation(f"{FLAGGED}{operation.scope}", operation.key, operation.fingerprint, name="oncemore.flagged")
         found = yield from self.guard.store.claim(beside, lease=self.policy.lease)
         if isinstance(found, Lease):
@@ -249,7 +257,7 @@ class Inbox:
             yield from self.guard.store.settle(found, kept, retention=self.policy.ttl)
 
     def flagged(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        """The events of a source that came again with another payload, which is their records' outcome: one page."""
+        """Return a page of a source's events that came again with another payload, which is the records' outcome."""
         return self.guard.list(self._where_flagged(source), limit=limit, cursor=cursor)
 
     async def aflagged(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
@@ -259,29 +267,27 @@ class Inbox:
     def _where_flagged(self, source: str) -> Filter:
         return Filter(state="settled", scope=FLAGGED + self.scope(source))
 
-    # Dead letters: held records with a note
+    # Dead letters: held records whose note begins with DEAD
 
     def _failed(self, operation: Operation, retention: float) -> Plan[int]:
-        """Count a failure, and return how many there are: the claims of a small record beside the event's.
+        """Count a failure of the event, and return how many there are.  With *retention* 0.0, reset the count.
 
-        The event's own claims would not do, because they include deliveries that were refused for coming too early.
-
-        Without *retention* the count begins anew.
+        The count is the number of claims of a second record.  The event's own also counts claims that did not fail.
         """
         count = Operation(f"failed|{operation.scope}", operation.key, name="oncemore.failed")
         found = yield from self.guard.store.claim(count, lease=self.policy.lease)
-        if isinstance(found, Record):  # another delivery's failure is being counted
+        if isinstance(found, Record):  # the failure of another delivery is being counted now
             return found.attempts
         yield from self.guard.store.release(found, retention=retention)
         return found.attempt
 
     def bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
-        """Make the event a dead letter; False if it is one already, or is being handled, or was.
+        """Make the event a dead letter.  Return False if it is one already, is being handled, or was or may have been.
 
-        Its record keeps the payload until it is handled after all.
+        The record keeps the payload until the event is handled.
         """
         types = self.policy.types
-        if self.policy.effect == "steps":  # as its next attempt reads it
+        if self.policy.effect == "steps":  # the form that the next attempt reads
             request = pack_request(msgspec.structs.replace(operation, request=lambda: payload), None, types)
         else:
             request = packed(payload, types)
@@ -292,15 +298,15 @@ class Inbox:
         if not isinstance(lease, Lease):
             return False
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect == "lease":
-            yield from self.guard.lapse(lease)  # its last holder may have handled it, so it is no dead letter
+            yield from self.guard.lapse(lease)  # the last attempt may have handled it, so `on_unknown` decides
             return False
         yield from self.guard.store.hold(lease, note=storable(f"{DEAD}: {why}"[:LONGEST_NOTE]))
-        yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
+        yield from self._failed(operation, 0.0)  # a requeued letter has all its attempts again
         self.guard.emit("held", operation, token=lease.token, detail=DEAD)
         return True
 
     def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        """The dead letters of a source: one page, and the cursor of the next."""
+        """Return a page of a source's dead letters, with the cursor of the next page."""
         return self._only_dead(self.guard.list(self._where(source), limit=limit, cursor=cursor))
 
     async def adead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
@@ -314,25 +320,25 @@ class Inbox:
         return Page(tuple(filter(is_dead, page.records)), page.cursor)
 
     def requeue(self, event_id: str, source: str) -> Record:
-        """Let a dead letter be handled after all, under the same id: by a running Consumer, `run_requeued`, or a delivery."""
-        return run(self._requeued(event_id, source))
+        """Have a dead letter handled, under the same id, by a running Consumer, `run_requeued` or the next delivery."""
+        return run(self._requeue(event_id, source))
 
     async def arequeue(self, event_id: str, source: str) -> Record:
         """The awaited form of `requeue`."""
-        return await arun(self._requeued(event_id, source))
+        return await arun(self._requeue(event_id, source))
 
-    def _requeued(self, event_id: str, source: str) -> Plan[Record]:
+    def _requeue(self, event_id: str, source: str) -> Plan[Record]:
         scope = self.scope(source)
         record = yield from self.guard.store.find(scope, event_id)
         if record is not None and not is_dead(record):
             raise NotResolvable(f"The event {event_id!r} of {source!r} is not a dead letter: {NOT_DEAD[record.state]}")
-        if record is not None:  # the process that made it a dead letter may have crashed right after
+        if record is not None:  # the process may have crashed before it reset the count
             yield from self._failed(Operation(scope, event_id), 0.0)
             yield from self._mark_requeued(event_id, source)
         return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
 
-    # Requeued letters.  A small record for each says that there is one; it is written before the letter is released, so
-    # that a crash in between loses nothing, and is deleted when the letter has been handled.
+    # Requeued letters.  Each has a marker: a second record, by which the letter is found.  The marker is written before
+    # the letter is released, so that a crash in between loses nothing, and is deleted after the letter was handled.
 
     @property
     def _requeued_scope(self) -> str:
@@ -346,10 +352,10 @@ class Inbox:
             yield from self.guard.store.release(lease, retention=self.policy.ttl)
 
     def run_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> int:
-        """Handle the requeued dead letters with the payloads that they keep, and return how many were handled.
+        """Handle the requeued dead letters with the payloads that they keep, and return how many are done.
 
-        *handlers* are those of a Consumer, by type; or one function, if you call `handle` yourself.  A letter whose handler
-        fails stays requeued until it has failed too often.
+        *handlers* maps types to functions, as for a Consumer, or is one function, as for `handle`.  A letter whose
+        handler fails stays requeued until it has failed too often.
         """
         return run(self._handle_requeued(handlers))
 
@@ -364,7 +370,7 @@ class Inbox:
         return done
 
     def requeued(self) -> Plan[list[tuple[str, Record]]]:
-        """The requeued letters, each with the key of the record that says so."""
+        """Return the requeued letters, each with the key of its marker."""
         store, scope = self.guard.store, self._requeued_scope
         found: list[tuple[str, Record]] = []
         cursor: str | None = None
@@ -373,9 +379,9 @@ class Inbox:
             for marker in page.records:
                 event_id, source = msgspec.msgpack.decode(marker.request)
                 letter = yield from store.find(self.scope(source), event_id)
-                if letter is None or letter.state == "settled":  # it was delivered again, and handled
+                if letter is None or letter.state == "settled":  # it was deleted, or a delivery was handled
                     yield from store.delete(scope, marker.key)
-                elif letter.state == "released":  # otherwise it runs, or `requeue` has not released it yet
+                elif letter.state == "released":  # if not, it is being handled, or `requeue` has not released it yet
                     found.append((marker.key, letter))
             cursor = page.cursor
             if cursor is None:
@@ -388,7 +394,7 @@ class Inbox:
         handlers: EventHandler | Mapping[str, EventHandler],
         on_dead: OnDead | None = None,
     ) -> Plan[bool]:
-        """Handle one requeued letter; False if it must be tried again, here or by a consumer that has a handler for it."""
+        """Handle one requeued letter.  Return False if it must be tried again, here or by another consumer."""
         done = yield from self._handle_dead(letter, handlers, on_dead)
         if done:
             yield from self.guard.store.delete(self._requeued_scope, marker)
@@ -401,14 +407,14 @@ class Inbox:
         try:
             kept = self.kept(letter)
             payload, handler = self.requeued_event(kept, handlers)
-        except CorruptRecord as error:  # it stays released, so that its next delivery is handled
+        except CorruptRecord as error:  # the next delivery handles it
             log.error("The requeued event %r of %s cannot be handled: %s", letter.key, letter.name, error.detail)
             return True
         except InvalidPayload as error:
             log.error("The requeued event %r of %s is a dead letter again: %s", letter.key, letter.name, error.detail)
             yield from self._bury(operation, letter.request, f"requeued, but {error.detail}")
             return True
-        except LookupError as error:  # another consumer of this inbox may have one, or the next release of this one
+        except LookupError as error:  # another consumer of this inbox, or the next release, may have a handler
             log.warning("The requeued event %r of %s waits: there is %s", letter.key, letter.name, error)
             return False
         try:
@@ -416,33 +422,34 @@ class Inbox:
         except Exception as error:
             log.warning("The requeued event %r of %s has failed again: %r", letter.key, letter.name, error)
             return False
-        log.info("The requeued event %r of %s is %s", letter.key, letter.name, received.how)
+        log.info("The requeued event %r of %s: %s", letter.key, letter.name, received.how)
         return True
 
     def requeued_event(
         self, kept: Any, handlers: EventHandler | Mapping[str, EventHandler]
     ) -> tuple[Any, EventHandler]:
-        """The payload and the handler of a requeued letter; LookupError if *handlers* has none for it."""
+        """Return the payload and the handler of a requeued letter.  Raises LookupError if no handler matches."""
         if not isinstance(handlers, Mapping):
             return kept, handlers
-        if not isinstance(kept, bytes):  # the payload of `handle`, and no envelope
-            raise LookupError("no handler by type for it: call run_requeued with the function that you give to handle")
+        if not isinstance(kept, bytes):  # the payload was passed to `handle`, and is no envelope
+            raise LookupError("no handler by type for it: call run_requeued with the function that you pass to handle")
         envelope = parse_structured(kept)
         return envelope, handler_for(handlers, envelope)
 
     def kept(self, letter: Record) -> Any:
-        """The payload that a dead letter keeps."""
+        """Return the payload that a dead letter keeps.  Raises CorruptRecord if it cannot be read."""
         types = self.policy.types
         if self.policy.effect != "steps" and letter.request:
             return replayed(Outcome("value", body=letter.request), types=types)
         kept = unpack_request(letter.request, types)["request"]
         if kept is None:
             raise CorruptRecord(
-                "its payload was too large for an operation in steps, or of a kind that cannot be read back: have it sent again"
+                "its payload was too large for an operation in steps, or of a type that cannot be read back: "
+                "ask its sender to repeat it"
             )
         return kept
 
-    # For people who bring their own consumer
+    # For your own consumer
 
     def consumer(
         self,
@@ -451,15 +458,15 @@ class Inbox:
         id: Callable[[Any], str] | None = None,
         delivery: Callable[[Any], int] | None = None,
     ) -> Callable[[EventHandler], Callable[[Any], Any]]:
-        """Decorate a handler `(op, message)`: it becomes a function of the message alone, which handles each one once.
+        """Decorate a handler `(op, message)`: make it a function of the message, which handles each message once.
 
-        The function returns a `Received`, and is async if the handler is.  Acknowledge the message if it returns; if it
-        raises, have it delivered again.
+        The function returns a `Received`, and is async if the handler is.  If it returns, acknowledge the message; if
+        it raises, have the message delivered again.
 
         Args:
-            source: Who sends the messages; by default the message's own `source`, as CloudEvents have it.
-            id: Finds the id that the sender gave a message; by default the message's own `id`.
-            delivery: Finds the broker's count of deliveries, if it has one.
+            source: The sender of all messages; by default each message's own `source`, as in CloudEvents.
+            id: Returns the sender's id of a message; by default its own `id`.
+            delivery: Returns the broker's count of deliveries, if the broker counts them.
         """
 
         def decorate(handler: EventHandler) -> Callable[[Any], Any]:
@@ -468,7 +475,7 @@ class Inbox:
                 sender = member(message, "source") if source is None else source
                 count = 1 if delivery is None else delivery(message)
                 compared, kept = message, None
-                if isinstance(message, Envelope):  # compared by the same members as a Consumer's
+                if isinstance(message, Envelope):  # compare the same members as a Consumer does
                     compared, kept = [message.type, message.subject, message.data], structured(message)
                 operation = self.operation(event_id, sender, compared)
                 return self.received(operation, message, handler, count, kept=kept)
@@ -491,18 +498,18 @@ class Inbox:
 
 
 def member(message: Any, name: str) -> Any:
-    """The message's member or attribute of this name."""
+    """Return the member or attribute of this name."""
     found = message.get(name) if isinstance(message, Mapping) else getattr(message, name, None)
     if found is None:
         raise ConfigurationError(
-            f"A message has no {name!r}; tell @inbox.consumer where to find it: "
+            f"A message has no {name!r}: pass it to the decorator, as in @inbox."
             + ("consumer('payments')" if name == "source" else "consumer('payments', id=lambda message: ...)")
         )
     return found
 
 
 def handler_for(handlers: Mapping[str, EventHandler], envelope: Envelope) -> EventHandler:
-    """The first handler whose pattern matches the envelope's type; `*` matches any characters."""
+    """Return the first handler whose pattern matches the envelope's type.  Raises LookupError if none does."""
     for pattern, handler in handlers.items():
         if matches(pattern, envelope.type):
             return handler
@@ -510,9 +517,9 @@ def handler_for(handlers: Mapping[str, EventHandler], envelope: Envelope) -> Eve
 
 
 def matches(pattern: str, type: str) -> bool:
-    """Whether *pattern* is for events of the *type*; `*` stands for any characters.
+    """Whether *pattern* matches the *type*; `*` stands for any characters.
 
-    Not by a regular expression: customers choose the patterns of webhooks, and one with many `*` would take hours.
+    A regular expression could take hours for many `*`, and customers choose the patterns of webhooks.
     """
     first, *others = pattern.split("*")
     if not others:
@@ -530,26 +537,26 @@ def matches(pattern: str, type: str) -> bool:
 
 
 def is_dead(record: Record) -> bool:
-    """Whether the event has failed too often, rather than that nobody knows whether it was handled."""
+    """Whether the record is a dead letter.  Other held records have an unknown outcome."""
     return record.state == "held" and record.note.startswith(DEAD)
 
 
 def storable(text: str) -> str:
-    """The text of an error in a form that each database can store: half characters and NULs are written out."""
+    """Return the text with lone surrogates and NULs escaped, so that every database can store it."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
-def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
-    """Tell the user's function that a message was given up; its own error changes nothing about that."""
+def call_on_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
+    """Call the user's function for a message that has become a dead letter.  Its errors are only logged."""
     if on_dead is None:
         return
     try:
         yield Call(on_dead, payload, why)
     except Exception:
-        log.exception("on_dead failed")
+        log.exception("on_dead failed; the message is a dead letter all the same")
 
 
 def packed(payload: Any, types: Types) -> bytes:
-    """The payload as a record keeps it, however large it is; nothing if it is of a kind that cannot be read back."""
+    """Return the payload as a record keeps it, of any size; empty if its type cannot be read back."""
     outcome = value_outcome(payload, types)
     return outcome.body if outcome.kind == "value" else b""

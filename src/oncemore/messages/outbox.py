@@ -1,4 +1,4 @@
-"""The outbox: a message is a row that commits with the change it tells of, and a relay sends it from there."""
+"""The outbox: each message is a row that commits with the change it tells of; a relay sends it to a broker."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ from .outbox_sql import FEATURE
 from .tracing import create_traceparent
 
 MessageState = Literal["pending", "sent", "dead"]
-LONG_WAIT = 10.0  # seconds that a message may wait for an older transaction before that is worth telling
-SMALL = 4096  # bytes that attributes have at most, unless there are many headers
+LONG_WAIT = 10.0  # seconds; if a message waits longer for an older transaction, `stats` and the relay's log show it
+SMALL = 4096  # bytes; attributes without headers are assumed to be smaller
 
-# Between two notifications of relays in other processes, and how long the thread that sends them waits for the next.
+# Seconds between two notifications of other processes, and seconds without one after which the thread ends.
 PAUSE, IDLE = 0.02, 10.0
 
 
 class OutboxStats(msgspec.Struct, frozen=True):
-    """How many messages an outbox has.
+    """The number of messages in an outbox, by state.
 
-    *oldest_age* is for how long the oldest pending one has been due, in seconds.  *waiting* are those of the pending ones
-    that have waited for ten seconds or more for the end of an older transaction, because their order depends on it.
+    Attributes:
+        pending: Messages that are not sent yet, including those that are not due.
+        oldest_age: Seconds for which the oldest pending message has been due; 0.0 if none is due.
+        dead: Dead letters.
+        sent: Sent messages that are kept.
+        waiting: Pending messages that have been due for ten seconds or more, and wait for an older transaction to end
+            because it may still add one that comes before them.
     """
 
     pending: int
@@ -58,11 +63,11 @@ class OutboxMessage(msgspec.Struct, frozen=True):
     type: str
     subject: str | None
     state: MessageState
-    attempts: int  # that failed
-    error: str  # of the latest attempt
+    attempts: int  # the failed ones, and one that is under way under a lease
+    error: str  # the error of the latest failed attempt
     created_at: float
     due_at: float
-    ended_at: float | None  # sent or dead since
+    ended_at: float | None  # when it was sent, or became a dead letter
     seq: int
     envelope: Envelope
 
@@ -71,13 +76,13 @@ Messages = list[OutboxMessage]
 
 
 class Outbox:
-    """Adds messages in the user's transactions; a `Relay` sends them.
+    """Adds messages in your transactions; a `Relay` sends them.
 
     Args:
-        guard: The table is in its database: PostgreSQL or SQLite.
-        source: The name of this service in each envelope; a guard may have several outboxes.
+        guard: The guard whose database has the table: PostgreSQL or SQLite.
+        source: The name of this service in each envelope.  One guard may have outboxes for several sources.
         keep: For how long sent messages are kept, for `replay`; by default they are deleted.
-        limit: The most bytes that a message may have.
+        limit: The maximum size of a message in bytes.
     """
 
     def __init__(self, guard: Guard, *, source: str, keep: float | str | None = None, limit: int = LIMIT) -> None:
@@ -105,22 +110,22 @@ class Outbox:
         correlationid: str | None = None,
         traceparent: str | None = None,
     ) -> str:
-        """Add a message to the transaction of *place*, and return its id.  It is sent if that transaction commits.
+        """Add a message to the transaction of *place*, and return its id.  It is sent if the transaction commits.
 
         Args:
-            place: The running operation (`op`), if it has a transaction; or your own connection or session in one: psycopg,
-                asyncpg, sqlite3, aiosqlite, SQLAlchemy; or a database alias of Django's, such as "default".
+            place: The running operation (`op`), if it has a transaction; or your own connection or session in a
+                transaction (psycopg, asyncpg, sqlite3, aiosqlite, SQLAlchemy); or a Django database alias.
             type: The kind of event, such as "refund.succeeded".
-            data: Anything that can be written as JSON, or bytes.
-            subject: The thing that it is about.  Messages with the same subject are sent in their order.
-            id: Your own id.  By default it is derived from the operation, so that a second run of the operation makes the
-                same one; without an operation it is random and sorts by time (UUIDv7).
-            delay: Send it that much later: seconds, or text such as "5m".
-            at: Or send it then.
+            data: A value that can be written as JSON, or bytes.
+            subject: The thing that the message is about.  Messages with the same subject are sent in order.
+            id: Your own id.  By default it is derived from an operation with a transaction, so that a second run of the
+                operation makes the same id; otherwise it is random and sorts by time (UUIDv7).
+            delay: How much later to send the message: seconds, or text such as "5m".
+            at: The time at which to send the message, instead of *delay*.
             headers: Extension attributes of the envelope: names in lower-case letters and digits.
             datacontenttype: The media type of the data; by default JSON, or bytes.
-            correlationid: By default the operation's key.
-            traceparent: By default that of a span `create`, made in the current OpenTelemetry span.
+            correlationid: By default the key of the running operation.
+            traceparent: By default a span `create` is recorded below the current OpenTelemetry span.
 
         Raises:
             ConfigurationError: *place* is in no transaction.
@@ -146,7 +151,7 @@ class Outbox:
         correlationid: str | None = None,
         traceparent: str | None = None,
     ) -> str:
-        """Add a message as `add` does, on an event loop."""
+        """The awaited form of `add`."""
         given = (subject, id, headers, datacontenttype, correlationid, traceparent)
         envelope = self._envelope(place, type, data, *given)
         return await arun(self._add(place, envelope, delay, at))
@@ -167,7 +172,7 @@ class Outbox:
         if id is not None:
             check_id(id)
         else:
-            # Not for an operation without a transaction: its second run may add others, after some were committed.
+            # Without a transaction, the first run may have committed some messages, and the second may add others.
             derives = op is not None and op.transaction is not None
             id = op.derive_next(f"{self.source}\n{type}\n{subject}") if op is not None and derives else uuid7()
         envelope = Envelope(
@@ -182,7 +187,7 @@ class Outbox:
             correlationid=correlation_of(op) if correlationid is None else correlationid,
             extensions=headers,
         )
-        if len(envelope.raw or b"") + SMALL > self.limit // 2 or headers:  # base64 makes a third more of it
+        if len(envelope.raw or b"") + SMALL > self.limit // 2 or headers:  # base64 makes the data a third larger
             envelope.check_size(self.limit)
         return envelope
 
@@ -190,8 +195,8 @@ class Outbox:
         if isinstance(place, Op) and place.transaction is None:
             how = "add it in a step that takes a connection" if place.steps else "say effect = 'transaction'"
             raise ConfigurationError(
-                f"This operation has no transaction with which the message could commit: {how}; or give your own open connection "
-                "or session instead of the operation"
+                f"This operation has no transaction with which the message could commit: {how}; or pass your own connection "
+                "or session, in a transaction, instead of the operation"
             )
         transaction = transaction_of(place)
         values = [envelope.id, self.source, envelope.type, envelope.subject, pack_attributes(envelope), envelope.raw]
@@ -203,7 +208,7 @@ class Outbox:
                 yield from self.tables.access.ready(FEATURE)
                 transaction.on_commit(self.announcer.announce)
                 transaction.deferred.append(query)
-                transaction.connection.deferring = transaction  # another message may be added on the connection itself
+                transaction.connection.deferring = transaction  # the next message may be added through the connection
                 return envelope.id
         if transaction is not None:
             yield from self._number_deferred(transaction)
@@ -211,7 +216,7 @@ class Outbox:
         return envelope.id
 
     def _number_deferred(self, transaction: Transaction) -> Plan[None]:
-        """Number the messages that will be written with the commit, because they come before one that is written now."""
+        """Reserve numbers for the deferred messages, because they come before a message that is written now."""
         deferred = transaction.deferred
         adds, _ = self.tables.query(sql.ADD)
         waiting = [n for n, (statement, _) in enumerate(deferred) if statement is adds]
@@ -220,10 +225,10 @@ class Outbox:
             for n, (seq,) in zip(waiting, rows, strict=True):
                 deferred[n] = self.tables.query(sql.ADD_NUMBERED, *deferred[n][1][1:], seq)
 
-    # The operator's verbs.  Each has an awaited form with an `a` before it.
+    # For operators.  Each method has an awaited form whose name begins with `a`.
 
     def stats(self) -> OutboxStats:
-        """How many messages there are, and for how long the oldest has been due."""
+        """Count the messages, and return for how long the oldest pending one has been due."""
         return run(self._stats())
 
     async def astats(self) -> OutboxStats:
@@ -244,7 +249,7 @@ class Outbox:
         limit: int = 100,
         after: int = 0,
     ) -> Messages:
-        """Some messages, the oldest first.  For the next page, pass the last one's `seq` as *after*.
+        """Return a page of messages, the oldest first.  For the next page, pass the last message's `seq` as *after*.
 
         In *type*, `*` stands for any characters.
         """
@@ -273,7 +278,7 @@ class Outbox:
         return [read_message(row) for row in rows]
 
     def dead(self, *, type: str | None = None, limit: int = 100, after: int = 0) -> Messages:
-        """The dead letters: messages that have failed too often, or that no broker is for."""
+        """Return a page of dead letters: messages that failed too often, or have no broker for their type."""
         return run(self._list("dead", type, None, limit, after))
 
     async def adead(self, *, type: str | None = None, limit: int = 100, after: int = 0) -> Messages:
@@ -281,7 +286,7 @@ class Outbox:
         return await arun(self._list("dead", type, None, limit, after))
 
     def requeue(self, id: str) -> None:
-        """Send a dead letter again, under the same id, with as many attempts as a new one."""
+        """Have a dead letter sent again, under the same id, with its attempts counted from zero."""
         run(self._requeue(id))
 
     async def arequeue(self, id: str) -> None:
@@ -295,10 +300,10 @@ class Outbox:
         self.announcer.announce()
 
     def replay(self, since: datetime | float | str, type: str | None = None) -> int:
-        """Send the messages that were sent since then again, under the same ids; return how many.
+        """Have messages that were sent since a time sent again, under the same ids, and return how many.
 
-        *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Brokers deliver them again,
-        and consumers that know the ids ignore them.
+        *since* is a time, or an age such as "2h".  In *type*, `*` stands for any characters.  Brokers deliver the
+        messages again; consumers ignore the ids that they have handled.
         """
         return run(self._replay(since, type))
 
@@ -325,7 +330,7 @@ class Outbox:
     def _since(self, since: datetime | float | str) -> float:
         if isinstance(since, datetime):
             if since.tzinfo is None:
-                raise ConfigurationError(f"since = {since!r} has no time zone")
+                raise ConfigurationError(f"since = {since!r} has no time zone: pass a datetime with one")
             return since.timestamp()
         if isinstance(since, str):
             return clocks.time() + self.guard.store.shift - duration(since)
@@ -339,9 +344,9 @@ class Outbox:
         batch: int = 1000,
         progress: Progress | None = None,
     ) -> int:
-        """Delete sent messages that need not be kept any longer, or, with *dead*, dead letters; how many.
+        """Delete sent messages, or dead letters with *dead*, that ended long enough ago; return how many.
 
-        *older_than* is the outbox's `keep` by default; for dead letters it must be given.
+        *older_than* is an age; by default the outbox's `keep`.  It is required for dead letters.
         """
         return run(self._purge(older_than, dead, batch, progress))
 
@@ -373,7 +378,7 @@ class Outbox:
                 return total
 
     def _pattern(self, type: str | None) -> str | None:
-        """The pattern of a type, as the database's own operator wants it."""
+        """Translate a pattern of types for the database: for LIKE on PostgreSQL, for GLOB on SQLite."""
         if type is None:
             return None
         if self.tables.dialect == "postgres":
@@ -384,15 +389,15 @@ class Outbox:
 
     @property
     def wakeup_id(self) -> Id:
-        """The id of the wake-ups that relays wait for."""
+        """The id of the wake-ups that relays of this outbox wait for."""
         return ("oncemore.outbox", self.source)
 
 
 class Announcer:
-    """Wakes the waiters for *id* after a commit: those of this process at once, others by the database's notification.
+    """Wakes the waiters for *id* after a commit: this process's immediately, others by a PostgreSQL notification.
 
-    One notification stands for all commits of the last moments, and is sent by a thread of its own on a connection of the
-    ledger's, because a NOTIFY in the business transaction would let all commits of the database wait for each other.
+    A thread of its own sends one notification for all commits of the last moments, on a connection of the ledger.  A
+    NOTIFY in the user's transaction would make all commits of the database wait for each other.
     """
 
     def __init__(self, tables: Tables, id: Id) -> None:
@@ -425,13 +430,13 @@ class Announcer:
                         self._thread = None
                         return
             self._wake.clear()
-            with contextlib.suppress(OncemoreError):  # they look for themselves, too
+            with contextlib.suppress(OncemoreError):  # the waiters also poll
                 run(self._tables.access.notify(self._id))
             clocks.sleep(PAUSE)
 
 
 def transaction_of(place: Any) -> Transaction | None:
-    """The open transaction of an operation, if *place* is the operation, or a connection of it with deferred messages."""
+    """Return the transaction of an operation, or of its connection if messages are deferred there; otherwise None."""
     if isinstance(place, Op):
         return place.transaction
     transaction: Transaction | None = getattr(place, "deferring", None)
@@ -439,7 +444,7 @@ def transaction_of(place: Any) -> Transaction | None:
 
 
 def sources_of(guard: Guard) -> list[str]:
-    """The sources that have messages in the guard's database."""
+    """Return the sources that have messages in the guard's database."""
     tables = Tables(guard.store, FEATURE)
     (rows,) = run(tables.execute(tables.query(sql.SOURCES), patient=True))
     return [row[0] for row in rows]
@@ -455,7 +460,7 @@ def check_source(source: Any) -> str:
 
 
 def pack_attributes(envelope: Envelope) -> bytes:
-    """The attributes that have no column of their own."""
+    """Encode the attributes that have no column of their own."""
     own: dict[str, Any] = {}
     if envelope.time is not None:
         own["time"] = format_time(envelope.time)
@@ -481,11 +486,11 @@ decode_attributes = msgspec.json.Decoder(Attributes).decode
 def read_envelope(
     id: str, source: str, type: str, subject: str | None, attributes: bytes, data: bytes | None
 ) -> Envelope:
-    """The envelope of a row.  It was checked when it was added."""
+    """Make the envelope of a row without checking it again: it was checked when it was added."""
     others = decode_attributes(attributes)
     envelope = Envelope.__new__(Envelope)
     envelope.id, envelope.source, envelope.type, envelope.subject = id, source, type, subject
-    envelope.time = None if others.time is None else datetime.fromisoformat(others.time)  # it is our own spelling
+    envelope.time = None if others.time is None else datetime.fromisoformat(others.time)  # written by `format_time`
     envelope.datacontenttype = others.datacontenttype
     envelope.traceparent, envelope.correlationid = others.traceparent, others.correlationid
     envelope.extensions, envelope.raw, envelope._data = others.extensions, data, UNSET
@@ -502,18 +507,18 @@ def read_message(row: Any) -> OutboxMessage:
 
 
 def when(delay: float | str | None, at: datetime | None) -> tuple[float, float | None]:
-    """The seconds to wait, and the time to wait for."""
+    """Return the seconds by which to delay a message, and the time at which to send it instead, or None."""
     if at is None:
         return duration(delay or 0.0), None
     if delay is not None:
-        raise ConfigurationError("Say delay or at, not both")
+        raise ConfigurationError("Pass delay or at, not both")
     if not isinstance(at, datetime) or at.tzinfo is None:
-        raise ConfigurationError(f"at = {at!r} must be a datetime with a time zone")
+        raise ConfigurationError(f"at is {at!r}: it must be a datetime with a time zone")
     return 0.0, at.timestamp()
 
 
 def check_id(id: Any) -> None:
-    """Refuse an id of the user's that no inbox would take."""
+    """Refuse an id that no inbox would accept."""
     try:
         check_name(id, "The message's id")
     except InvalidKey as error:
@@ -521,7 +526,7 @@ def check_id(id: Any) -> None:
 
 
 def correlation_of(op: Op | None) -> str | None:
-    """The operation's key, unless CloudEvents forbids it as an attribute: keys that code makes may have any characters."""
+    """Return the operation's key; None if CloudEvents forbids it, because code may make keys of any characters."""
     try:
         return None if op is None else check_text("correlationid", op.key)
     except InvalidPayload:
@@ -529,7 +534,7 @@ def correlation_of(op: Op | None) -> str | None:
 
 
 def uuid7() -> str:
-    """A random id that sorts by time (RFC 9562, version 7)."""
+    """Return a random id that sorts by time (RFC 9562, version 7)."""
     milliseconds = clocks.time_ns() // 1_000_000
     value = milliseconds << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 7 << 76  # the version

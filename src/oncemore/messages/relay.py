@@ -1,4 +1,4 @@
-"""The relay: sends the messages of an outbox to a broker, each until the broker has stored it."""
+"""The relay: sends the messages of an outbox to a broker, and tries each again until the broker has stored it."""
 
 from __future__ import annotations
 
@@ -43,28 +43,26 @@ Target = str | Broker
 BATCH = 500
 ATTEMPTS = 10
 LEASE = 30.0
-SHORTEST_POLL, LONGEST_POLL = 0.01, 1.0  # seconds between two looks: soon after a message, then less and less often
-FAILED_POLL = 0.5  # seconds between two looks for rows that have failed before
-LOOK_AT_ALL = 1.0  # seconds between two claims that look at all rows, while there are many
-LATE = 60.0  # seconds that a transaction may take after it has added a message, to be noticed without that
-ROUNDING = 0.001  # seconds by which a time may differ after its way through a float
-PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
-LOOK_FOR_WAITING = 5.0  # seconds between two looks for messages that wait for an old transaction
-TELL_WAITING = 60.0  # seconds between two warnings of them
-AVOIDED = (
-    2.0  # seconds between two attempts to reach a broker that is down while others are not; more if they take long
-)
-MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
-MOST_TYPES = 10_000  # whose broker is remembered
-LONGEST_ERROR = 500  # characters of it that are stored
-# Between the attempts of one message: all within the two minutes for which NATS recognises a repeated id.
+SHORTEST_POLL, LONGEST_POLL = 0.01, 1.0  # seconds between two rounds; the pause doubles while no message is found
+FAILED_POLL = 0.5  # seconds between two claims of rows that have failed before
+LOOK_AT_ALL = 1.0  # seconds between two claims that look at all rows
+LATE = 60.0  # seconds; a message that commits later than this after it was added is found only by the look at all rows
+ROUNDING = 0.001  # seconds by which a time may change when it is converted to a float
+PURGE_EVERY = 60.0  # seconds between two deletions of sent messages that were kept long enough
+LOOK_FOR_WAITING = 5.0  # seconds between two counts of messages that wait for an old transaction
+WARN_WAITING = 60.0  # seconds between two warnings of such messages
+AVOIDED = 2.0  # seconds for which one of several brokers is left alone after it was down; longer if it failed slowly
+MOST_ROUNDS = 5  # queries of one claim, while it finds only subjects that another relay is sending
+MOST_TYPES = 10_000  # types whose broker is remembered
+LONGEST_ERROR = 500  # characters of an error that are stored
+# Between the attempts of one message.  All are made within the two minutes for which NATS recognises a repeated id.
 BACKOFF = Backoff(base=0.5, cap=25.0, jitter="equal")
 # While the broker or the database is down.
 DOWN = Backoff(base=0.1, cap=5.0, jitter="equal")
 
 
 class Row(msgspec.Struct):
-    """A claimed message; *attempts* are those before this one."""
+    """A claimed message, with the number of its earlier *attempts*."""
 
     seq: int
     envelope: Envelope
@@ -75,24 +73,25 @@ class Row(msgspec.Struct):
 
 
 class Relay:
-    """Sends the messages of *outbox*; any number of relays may do so, in any number of processes.
+    """Sends the messages of *outbox*.  Any number of relays may share an outbox, in any number of processes.
 
-    Messages with the same subject are sent in their order, also while one of them fails; other subjects go on.  By default
-    (`hold`) rows are locked, sent and deleted in one transaction.  With `lease`, a claim is committed first, and the attempt
-    counted: for slow brokers, because no transaction is open meanwhile.  A row that has failed is sent under a lease in either
-    mode, as is everything on SQLite and behind a connection pooler.
+    Messages with the same subject are sent in order.  If one fails, later messages with its subject wait; others go on.
+
+    In mode "hold", rows are locked, sent and deleted in one transaction.  In mode "lease", the claim is committed first
+    and the attempt counted, so no transaction is open while a slow broker stores the messages.  A row that has failed
+    is sent under a lease in both modes.
 
     Args:
-        outbox: The messages.
+        outbox: The outbox whose messages are sent.
         to: A broker's URL, a Broker, or a mapping from types to these; `*` in a type matches any characters, the first
-            match wins, and a message that nothing matches is a dead letter.
+            match wins, and a message that matches none is a dead letter.
         batch: How many messages are claimed at a time.
-        mode: "hold" or "lease"; by default "hold" if the database can.
-        lease: How long a claim lasts in mode "lease", if its relay dies.
-        attempts: After so many failures a message is a dead letter.  While the broker cannot be reached, none is counted.
+        mode: "hold" or "lease"; by default "lease" on SQLite and behind a connection pooler, otherwise "hold".
+        lease: After how long another relay takes over messages that a dead relay has claimed under a lease.
+        attempts: How many failures make a message a dead letter.  None is counted while the broker is down.
         backoff: The pauses between the attempts of one message.
-        strict: A dead letter holds up the messages with its subject, until it is requeued or deleted.
-        keep: For how long sent messages are kept, for `outbox.replay`; by default as the outbox says.
+        strict: Whether a dead letter holds up later messages with its subject until it is requeued or deleted.
+        keep: Replaces the outbox's own `keep`: for how long sent messages are kept for `outbox.replay`.
     """
 
     def __init__(
@@ -110,14 +109,12 @@ class Relay:
     ) -> None:
         if not isinstance(outbox, Outbox):
             raise ConfigurationError(
-                f"outbox is {outbox!r}: make one, as in Relay(Outbox(guard, source='shop'), to=url)"
+                f"outbox is {outbox!r}: pass an Outbox, as in Relay(Outbox(guard, source='shop'), to=url)"
             )
         if mode is not None and mode not in get_args(Mode):
             raise ConfigurationError(f"mode = {mode!r} is unknown: choose 'hold' or 'lease'")
         if mode == "hold" and outbox.tables.dialect == "sqlite":
-            raise ConfigurationError(
-                "mode = 'hold' would keep all other writers of the SQLite file waiting: use 'lease'"
-            )
+            raise ConfigurationError("mode = 'hold' would block all other writers of the SQLite file: use 'lease'")
         self.outbox = outbox
         self.routes = read_routes(outbox, to)
         self.batch = check_positive("batch", batch)
@@ -128,7 +125,7 @@ class Relay:
         self.strict = strict
         if keep is not None:
             outbox.keep = duration(keep)
-        # The broker for messages of a type; None if there is none.
+        # Returns the broker for a type, or None if no pattern matches.
         self.broker_for = functools.lru_cache(MOST_TYPES)(self._find_broker)
         self._running: RelayRun | None = None
         self._check_windows()
@@ -139,27 +136,27 @@ class Relay:
         for _, broker in self.routes:
             if broker.window is not None and span > broker.window:
                 log.warning(
-                    "The relay may repeat a message for %.0f s, but %s recognises a repeated id for %.0f s only: consumers may "
-                    "get it twice, and must have an inbox; or make attempts or backoff shorter",
+                    "The relay may repeat a message for %.0f s, but %s recognises a repeated id for %.0f s only: consumers "
+                    "may get it twice.  Use an inbox in each consumer, or lower attempts= or backoff=",
                     span,
                     broker.url,
                     broker.window,
                 )
 
     def run_once(self) -> int:
-        """Send what is due now, and return how many messages the brokers have stored."""
+        """Send the messages that are due now, and return how many the brokers have stored."""
         return run_service(self.arun_once, close=self.outbox.tables.access.aclose)
 
     async def arun_once(self) -> int:
-        """Send what is due now: `run_once` for event loops."""
+        """The awaited form of `run_once`."""
         return await RelayRun(self).drain()
 
     def run(self) -> None:
-        """Send messages until SIGTERM or SIGINT; those that are under way are finished."""
+        """Send messages until SIGTERM or SIGINT, and finish the batch that is under way."""
         run_service(self.arun, stop=self.stop, close=self.outbox.tables.access.aclose)
 
     async def arun(self) -> None:
-        """Send messages until `stop` is called or the task is cancelled; those that are under way are finished."""
+        """Send messages until `stop` is called or the task is cancelled, and finish the batch that is under way."""
         self._running = RelayRun(self)
         try:
             await self._running.forever()
@@ -167,7 +164,7 @@ class Relay:
             self._running = None
 
     def stop(self) -> None:
-        """Let `run` or `arun` return once the messages that are under way are finished.  May be called on any thread."""
+        """Make `run` or `arun` return after the batch that is under way.  May be called on any thread."""
         running = self._running
         if running is not None:
             running.stop()
@@ -177,10 +174,10 @@ class Relay:
 
 
 def read_routes(outbox: Outbox, to: Target | Mapping[str, Target]) -> list[tuple[str, Broker]]:
-    """Patterns of types, each with its broker; a URL that stands there twice is one broker."""
+    """Return each pattern of types with its broker.  Equal URLs share one broker."""
     targets = to if isinstance(to, Mapping) else {"*": to}
     if not targets:
-        raise ConfigurationError("to = {} names no broker: give a URL, or a mapping from types to URLs")
+        raise ConfigurationError("to = {} names no broker: pass a URL, or a mapping from types to URLs")
     known: dict[Any, Broker] = {}
     for target in targets.values():
         if isinstance(target, str) and target not in known:
@@ -200,12 +197,11 @@ class RelayRun:
         self.brokers = list({id(broker): broker for _, broker in relay.routes}.values())
         self.loop = asyncio.get_running_loop()
         self.stopping = False
-        self.failed_due = 0.0  # when to look for rows that have failed, on the monotonic clock
-        self.purge_due = 0.0
+        # When to do these things next, on the monotonic clock.
+        self.failed_due = self.purge_due = self.look_at_all = 0.0
         self.look_for_waiting = SYSTEM.monotonic() + LOOK_FOR_WAITING
-        self.since = 0.0
-        self.look_at_all = 0.0
-        self.avoided: dict[str, float] = {}  # types whose broker is down, if others are not, and until when
+        self.since = 0.0  # see `_since`
+        self.avoided: dict[str, float] = {}  # types to leave out because their broker is down, and until when
         self._wake: Any = None
 
     def stop(self) -> None:
@@ -216,7 +212,10 @@ class RelayRun:
     # Rounds
 
     async def drain(self) -> int:
-        """Send all that is due.  If nothing can be sent, because a broker is down, raise its error."""
+        """Send all messages that are due, and return how many were sent.
+
+        Raises BrokerError if the only broker is down, or if nothing was sent because one of several is down.
+        """
         total, down = 0, None
         try:
             await self._open()
@@ -226,12 +225,12 @@ class RelayRun:
                 except BrokerDown as error:
                     if len(self.brokers) == 1:
                         raise
-                    down = error  # its types are left out of the next rounds
+                    down = error  # the next rounds leave out its types
                     continue
                 total += sent
                 if not found:
                     if self.since:
-                        self.since = 0.0  # look once more, at all rows
+                        self.since = 0.0  # the last round must look at all rows
                     elif down is not None and not total:
                         raise down
                     else:
@@ -250,11 +249,11 @@ class RelayRun:
                         await self._open()
                         _, found = await self._whole(self._round())
                         failures = 0
-                    except ConfigurationError:  # a wrong password, say: no later attempt would do better
+                    except ConfigurationError:  # trying again does not help
                         raise
                     except OncemoreError as error:
                         failures += 1
-                        log.warning("The relay of %r cannot send for now: %s", self.outbox.source, error)
+                        log.warning("The relay of %r cannot send, and will try again: %s", self.outbox.source, error)
                         await self._pause(waiter.wait(DOWN.delay(failures, random.random())))
                         continue
                     if found:
@@ -273,11 +272,11 @@ class RelayRun:
             await wait.arun()
 
     async def _whole(self, work: Any) -> Any:
-        """Await *work* to its end, also if this task is cancelled meanwhile."""
+        """Await *work* to its end, even if this task is cancelled."""
         return await to_the_end(asyncio.ensure_future(work))
 
     async def _open(self) -> None:
-        """Connect.  Each of several brokers is opened when it is needed: one that is down must not hold up the others."""
+        """Connect to the broker if there is only one.  Of several, each is opened when needed: one may be down."""
         if len(self.brokers) == 1:
             await self.brokers[0].aopen()
 
@@ -287,7 +286,7 @@ class RelayRun:
                 await broker.aclose()
 
     async def _round(self) -> tuple[int, int]:
-        """Send one batch of each kind: how many were stored by the brokers, and how many were found."""
+        """Send one batch, and one of failed rows if it is time.  Return how many were stored, and how many found."""
         await self._keep_house()
         if self.tables.dialect == "sqlite":
             return await self._send_leased_on_sqlite()
@@ -305,7 +304,7 @@ class RelayRun:
         return self.relay.mode == "lease" or (self.relay.mode is None and self.tables.access.pooled)
 
     async def _keep_house(self) -> None:
-        """Now and then, delete messages that were kept long enough, and warn of messages that wait for an old transaction."""
+        """If it is time, delete messages that were kept long enough, and warn if messages wait for a transaction."""
         now = SYSTEM.monotonic()
         if self.outbox.keep is not None and now >= self.purge_due:
             self.purge_due = now + PURGE_EVERY
@@ -314,11 +313,11 @@ class RelayRun:
             return
         query = self.tables.query(sql.WAITING, self.outbox.source, LONG_WAIT)
         [[(waiting,)]] = await arun(self.tables.execute(query, patient=True))
-        self.look_for_waiting = now + (TELL_WAITING if waiting else LOOK_FOR_WAITING)
+        self.look_for_waiting = now + (WARN_WAITING if waiting else LOOK_FOR_WAITING)
         if waiting:
             log.warning(
-                "%d messages of %r have waited for %g s or more, because an older transaction is still open and may add one that "
-                "comes before them; look for it in pg_stat_activity",
+                "%d messages of %r have waited for %g s or more, because an older transaction is still open and may add a "
+                "message that comes before them: find and end the transaction (pg_stat_activity)",
                 waiting,
                 self.outbox.source,
                 LONG_WAIT,
@@ -327,7 +326,7 @@ class RelayRun:
     # Claims
 
     async def _send_held(self) -> tuple[int, int]:
-        """Lock rows, send them and delete them, in one transaction."""
+        """Lock rows, send them and delete them in one transaction."""
         transaction = await arun(self.tables.open())
         try:
             rows = await self._claim(transaction, sql.NEW)
@@ -369,7 +368,7 @@ class RelayRun:
     async def _end_leased(self, rows: list[Row], token: str) -> tuple[int, int]:
         suspect = next((row for row in rows if row.attempts >= self.relay.attempts), None)
         if suspect is not None and len(rows) > 1:
-            # Relays have died with it too often: it is sent alone, so that no other is counted if that happens again.
+            # Relays have died too often while they sent it.  Send it alone, so that one more death counts for it only.
             others = as_json([row.seq for row in rows if row is not suspect])
             await arun(self.tables.execute(self.tables.query(sql.GIVE_BACK, others, token)))
             rows = [suspect]
@@ -377,7 +376,7 @@ class RelayRun:
             ends = await self._send(rows, token)
         except BaseException:
             give_back = self.tables.query(sql.GIVE_BACK, as_json([row.seq for row in rows]), token)
-            with suppress(OncemoreError):  # then they wait for the end of the lease
+            with suppress(OncemoreError):  # if this fails, the rows are free when the lease ends
                 await arun(self.tables.execute(give_back))
             raise
         await arun(self.tables.execute(*ends.queries))
@@ -391,9 +390,9 @@ class RelayRun:
             raise
 
     async def _claim(self, transaction: TransactionAdapter, which: str) -> list[Row]:
-        """Begin the transaction and lock a batch of rows that may be sent; if there are none, nothing is locked.
+        """Begin the transaction and lock a batch of rows that may be sent.  Roll back if there are none.
 
-        If all rows that it finds come after rows that another relay has locked, it leaves out their subjects and looks again.
+        If all rows found come after rows that another relay has locked, try again without their subjects.
         """
         others: set[str] = set()
         since = 0.0 if which == sql.FAILED else self._since()
@@ -401,7 +400,7 @@ class RelayRun:
             values = [self.outbox.source, self.relay.batch, as_json(sorted(others)), self.relay.strict, since]
             statement = sql.CLAIM[which]
             if (avoided := self._avoided()) != "[]":
-                statement = sql.CLAIM_BUT[which]
+                statement = sql.CLAIM_EXCEPT_TYPES[which]
                 values.append(avoided)
             rows = await arun(transaction.begin(self.tables.query(statement, *values)))
             blockers = {row[3]: row[0] for row in rows if row[-1]}
@@ -420,9 +419,9 @@ class RelayRun:
         return []
 
     def _since(self) -> float:
-        """The due time of the rows to begin with.  Those before it were claimed just now, or are long gone.
+        """Return the due time at which a claim starts: earlier rows were claimed a moment ago, or are deleted.
 
-        Once a second all rows are looked at: one may have been committed very late, or given up by another relay.
+        Once a second, return 0.0: an earlier row may have been committed late, or given back by another relay.
         """
         now = SYSTEM.monotonic()
         if now >= self.look_at_all:
@@ -430,7 +429,7 @@ class RelayRun:
         return self.since
 
     def _avoided(self) -> str:
-        """The types to leave out for now, as a JSON array: many messages for a broker that is down must not fill each batch."""
+        """Return the types to leave out, as a JSON array, so that messages for a broker that is down fill no batch."""
         now = SYSTEM.monotonic()
         self.avoided = {type: until for type, until in self.avoided.items() if until > now}
         return as_json(sorted(self.avoided))
@@ -444,13 +443,13 @@ class RelayRun:
     # Sending
 
     async def _send(self, rows: list[Row], token: str | None) -> Ends:
-        """Send the rows, those of one subject one after the other, and decide about each."""
+        """Send the rows, each subject's one after the other, and decide about each row."""
         ends = Ends(self, token)
         ends.found = len(rows)
         latest = SYSTEM.monotonic() + self.relay.lease / 2
         for row in rows:
-            if row.attempts > self.relay.attempts:  # in the last of them it was sent alone
-                ends.bury(row, f"It was tried {row.attempts} times, and relays have died while they sent it")
+            if row.attempts > self.relay.attempts:  # the last time, it was sent alone
+                ends.bury(row, f"After {row.attempts} attempts: relays have died while they sent it")
         for wave in waves([row for row in rows if row.seq not in ends.decided]):
             if token is not None and SYSTEM.monotonic() > latest and ends.decided:
                 break  # the lease may end before the next wave does
@@ -484,10 +483,10 @@ class RelayRun:
                     ends.fail(row, error)
 
     async def _publish(self, broker: Broker, rows: list[Row]) -> list[tuple[Row, Exception | None]]:
-        """Send rows of different subjects; the result of each.
+        """Send rows of different subjects, and return the result of each.
 
-        One message can let others fail with it: a broker closes the connection on which it gets a message that is too large.
-        So rows that have failed together are sent again, in two halves, until each error belongs to one row.
+        One message can make others fail: a broker may close the connection because a message is too large.  So rows
+        that failed together are sent again, in two halves, until each error belongs to one row.
         """
         results = await self._try(broker, rows)
         lost = [row for row, error in zip(rows, results, strict=True) if isinstance(error, BrokerError)]
@@ -508,16 +507,16 @@ class RelayRun:
                 results = await broker.publish(envelopes)
         except BrokerError as error:  # it cannot be reached
             return [error] * len(rows)
-        except Exception as error:  # a Broker of the user's; perhaps one message is to blame
+        except Exception as error:  # from a Broker of the user's; one message may be at fault
             return [BrokerError(describe(error))] * len(rows)
         if len(results) != len(rows):
             raise ConfigurationError(
-                f"{broker.url}: publish returned {len(results)} results for {len(rows)} messages: it must return one for each"
+                f"{broker.url}: publish returned {len(results)} results for {len(rows)} messages: return one for each"
             )
         return results
 
     async def _reconnect(self, broker: Broker) -> BrokerDown | None:
-        """Connect again after all messages have failed.  If the broker cannot be reached, that is not the messages' fault."""
+        """Connect again after all messages have failed.  Return BrokerDown if that fails: no message is at fault."""
         try:
             await broker.aclose()
             await broker.aopen()
@@ -526,15 +525,15 @@ class RelayRun:
         return None
 
     def _tell(self, ends: Ends) -> tuple[int, int]:
-        """Log the end of each row, and tell the observers; return how many were sent, and how many found."""
+        """Log and emit the end of each row.  Return how many rows were sent, and how many were found."""
         for row in ends.sent:
             log.debug("Sent %s", row)
             self._emit("published", row)
         for row, error, delay in ends.failed:
-            log.warning("The message %s could not be sent, trying again in %.1f s: %s", row, delay, error)
+            log.warning("The message %s could not be sent; trying again in %.1f s: %s", row, delay, error)
             self._emit("unpublished", row, error)
         for row, error in ends.dead:
-            log.error("The message %s is a dead letter after %d attempts: %s", row, row.attempts + 1, error)
+            log.error("The message %s is a dead letter: %s; outbox.requeue() sends it again", row, error)
             self._emit("dead", row, error)
         if ends.down is not None:
             if not ends.sent:
@@ -550,7 +549,7 @@ class RelayRun:
 
 
 class Ends:
-    """The decision about each row of a batch, and the statements that write it."""
+    """The decisions about the rows of a batch, and the statements that write them."""
 
     def __init__(self, run: RelayRun, token: str | None) -> None:
         self.run = run
@@ -560,7 +559,7 @@ class Ends:
         self.failed: list[tuple[Row, str, float]] = []
         self.dead: list[tuple[Row, str]] = []
         self.decided: set[int] = set()
-        self.stuck: set[str] = set()  # subjects whose followers must wait
+        self.stuck: set[str] = set()  # subjects whose later rows must wait
         self.down: BrokerDown | None = None
         self._queries: list[Any] = []
 
@@ -605,7 +604,7 @@ class Ends:
 
 
 def waves(rows: list[Row]) -> list[list[Row]]:
-    """The rows in groups that are sent one after the other: no group has two rows with the same subject."""
+    """Divide the rows into groups to send one after the other.  No group has two rows with the same subject."""
     counts: dict[str, int] = {}
     groups: list[list[Row]] = [[]]
     for row in rows:

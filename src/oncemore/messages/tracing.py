@@ -1,4 +1,4 @@
-"""Trace context of messages, if the program uses OpenTelemetry: it is found among the imported modules, never imported."""
+"""Trace context of messages, if the program has imported OpenTelemetry; this module never imports it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from .envelope import Envelope
 
 TRACEPARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-SYSTEM = "oncemore"  # OpenTelemetry wants the broker's name, which a message does not know when it is added
-MOST_LINKS = 128  # as many as a span has by default
+SYSTEM = "oncemore"  # in place of the broker's name, because the broker is not known when a message is added
+MOST_LINKS = 128  # OpenTelemetry's default limit per span
 
 
 def opentelemetry() -> Any:
-    """The module `opentelemetry.trace`; None if the program has not imported it."""
+    """Return the module `opentelemetry.trace`; None if the program has not imported it."""
     return sys.modules.get("opentelemetry.trace")
 
 
 def describe(operation: str, destination: str) -> dict[str, str | int]:
-    """The attributes that all spans have."""
+    """Return the attributes that all our spans have."""
     return {
         "messaging.system": SYSTEM,
         "messaging.operation.type": operation,
@@ -31,9 +31,9 @@ def describe(operation: str, destination: str) -> dict[str, str | int]:
 
 
 def create_traceparent(source: str, type: str, id: str) -> str | None:
-    """Make a span for the creation of a message, in the current one, and return its W3C trace context.
+    """Record a span for the creation of a message below the current span, and return its W3C trace context.
 
-    None if there is no current span; the current one's context if the program exports no spans.
+    Return None if there is no current span, and the current span's context if the program records no spans.
     """
     trace = opentelemetry()
     if trace is None or not trace.get_current_span().get_span_context().is_valid:
@@ -49,7 +49,7 @@ def create_traceparent(source: str, type: str, id: str) -> str | None:
 
 @contextmanager
 def send_span(channel: str, envelopes: Sequence[Envelope]) -> Iterator[None]:
-    """While a batch is sent: a span with a link to each span that added one of its messages."""
+    """Open a span while a batch is sent, with links to the spans that added its messages."""
     trace = opentelemetry()
     if trace is None:
         yield
@@ -64,10 +64,10 @@ def send_span(channel: str, envelopes: Sequence[Envelope]) -> Iterator[None]:
 
 @contextmanager
 def process_span(channel: str, group: str, envelope: Envelope | None, count: int) -> Iterator[Callable[[str], None]]:
-    """While a message is handled: a span whose parent is the span that created it.  Call the result with the outcome.
+    """Open a span while a message is handled.  Call the yielded function with the outcome.
 
-    It belongs to the trace of the request that the message tells of; a message without trace context begins a new one.  An
-    error that leaves the block is the span's.
+    The parent is the span that created the message, so the span belongs to the trace of the producer's request; if the
+    message has no trace context, it is the current span, if any.  An error that leaves the block is recorded.
     """
     trace = opentelemetry()
     if trace is None:
@@ -88,7 +88,7 @@ def process_span(channel: str, group: str, envelope: Envelope | None, count: int
 
 
 def context_of(trace: Any, envelope: Envelope) -> Any:
-    """The context of the span that added the message."""
+    """Return the context of the span that created the message; None if the message has no valid `traceparent`."""
     parts = TRACEPARENT.fullmatch(envelope.traceparent or "")
     if parts is None:
         return None

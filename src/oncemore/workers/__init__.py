@@ -1,1 +1,1 @@
-"""Tasks that run once, for the job runners that people already have: one module for each, and in each the word `once_task`."""
+"""Tasks that run once, under existing job runners: one module for each runner, with a decorator `once_task`."""

@@ -29,19 +29,19 @@ T = TypeVar("T")
 def once_task(
     guard: Guard, *, key: Key = None, name: str = "", ignore: Sequence[str] = (), **settings: Any
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator for a coroutine function of arq's: the job runs once per *key*, however often it is run.
+    """Return a decorator for arq's coroutine functions: the job runs once per *key*, however often arq starts it.
 
-    arq cancels the running jobs at each deployment (SIGTERM) and at a job's timeout.  Nobody knows then whether the effect
-    happened, so give the task a `resolver`, or `effect="transaction"` or `"steps"`.  A job that another worker is running
-    is deferred, and its tries are not used up.
+    arq cancels the running jobs at each deployment (SIGTERM) and at a job's timeout.  Nobody knows then whether the
+    effect happened, so give the task a `resolver`, or `effect="transaction"` or `"steps"`.  If another worker is
+    running the job, it is deferred, and uses up no try.
 
     Args:
-        guard: Where the operations are recorded.
-        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the job's id, which retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.  `ctx`, the first one, never is.
-        settings: Those of `Policy`, as for `once`.
+        guard: The guard in whose ledger the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
+            default the job's id, which stays the same in retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.  `ctx`, the first one, always may.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(ArqTask, guard, key, name, ignore, settings)
 
@@ -55,12 +55,12 @@ class ArqTask(WorkerTask[P, T]):
         super().__init__(guard, function, key, name, ignore, policy)
         context = next(iter(self.signature.parameters), None)
         if not self.awaited or context is None:
-            raise ConfigurationError(f"{self.name} is no job of arq's: write async def {function.__name__}(ctx, ...)")
+            raise ConfigurationError(f"{self.name} is not an arq job: write async def {function.__name__}(ctx, ...)")
         self.compared = tuple(each for each in self.compared if each != context)
         if policy.effect == "lease" and policy.on_unknown == "hold":
             warnings.warn(
                 f"{self.name}: arq cancels running jobs at each deployment, and nobody knows then whether the effect "
-                "happened, so the job is held until an operator decides. Give once_task a resolver=, "
+                "happened, so the job is held until an operator decides. Pass once_task a resolver=, "
                 'or effect="transaction"',
                 stacklevel=4,
             )
@@ -79,6 +79,6 @@ class StartedJob(RunningTask):
         self.id = str(context["job_id"])
 
     async def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Ask for a retry after a delay; arq counts tries when they start, so this one is taken off."""
+        """Ask for a retry after a delay.  Subtract this try, because arq counts tries when they start."""
         await self.context["redis"].decr(retry_key_prefix + self.id)
         raise Retry(defer=seconds) from error

@@ -31,16 +31,16 @@ def once_task(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator, to stand below `@app.task`: the task runs once per *key*, however often it is delivered.
 
-    A task that another worker is running is sent again for later, and its retries are not used up.  A soft time limit
+    If another worker is running the task, it is sent again for later, and uses up no retry.  A soft time limit
     leaves the outcome in doubt: `on_unknown` decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
+        guard: The guard in whose ledger the operations are recorded.
         key: A template over the task's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the task's id, which redelivery and Celery's retry keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.  `self` of a bound task never is.
-        settings: Those of `Policy`, as for `once`.
+            default the task's id, which stays the same in redeliveries and Celery's retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.  `self` of a bound task always may.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(CeleryTask, guard, key, name, ignore, settings)
 
@@ -56,7 +56,7 @@ class CeleryTask(WorkerTask[P, T]):
     ) -> None:
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         code = getattr(function, "__code__", None)
-        if code is not None and code.co_varnames[: code.co_argcount][:1] == ("self",):  # bind=True: it is Celery's task
+        if code is not None and code.co_varnames[: code.co_argcount][:1] == ("self",):  # bind=True: Celery's task
             ignore = tuple({*ignore, "self"})
         super().__init__(guard, function, key, name, ignore, policy)
 
@@ -76,13 +76,13 @@ class CurrentTask(RunningTask):
         self.id = str(self.request.id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Send the same task again with a countdown, as `Task.retry` does, but with the retries that it has had."""
-        if self.request.is_eager:  # there is no worker, and the caller is waiting
+        """Send the same task again with a countdown, as `Task.retry` does, but with the same number of retries."""
+        if self.request.is_eager:  # there is no worker
             raise error
         again = self.task.signature_from_request(self.request, countdown=seconds, retries=self.request.retries)
         try:
             again.apply_async()
-        except Exception as failure:  # the broker is down: keep the message that there is
+        except Exception as failure:  # the broker is down: have this message delivered again
             raise Reject(failure, requeue=True) from failure
         raise Retry(exc=error, when=seconds, sig=again)
 
@@ -93,7 +93,7 @@ class CurrentTask(RunningTask):
         elif not self.task.reject_on_worker_lost:
             yield (
                 "reject_on_worker_lost is off, so the task fails when its process is killed. "
-                "Set reject_on_worker_lost=True; once_task makes sure that it does not happen twice"
+                "Set reject_on_worker_lost=True; once_task prevents a second effect"
             )
         visible = (self.task.app.conf.broker_transport_options or {}).get("visibility_timeout")
         if visible is not None and visible < policy.lease:
@@ -106,8 +106,8 @@ class CurrentTask(RunningTask):
 class OnceTask(Task):  # type: ignore[misc]
     """A base class of Celery tasks that run once.  `install` makes it the base of all tasks of an app.
 
-    `@app.task(once="invoice:{invoice_id}")` names the operation by a template, `once={"key": ..., "ttl": "7d"}` has a
-    rule's settings too, `once=False` leaves a task unguarded.  By default a task is named by its id.
+    `@app.task(once="invoice:{invoice_id}")` sets the key's template, `once={"key": ..., "ttl": "7d"}` also the
+    settings, and `once=False` leaves a task unguarded.  By default the key is the task's id.
     """
 
     abstract = True
@@ -119,7 +119,7 @@ class OnceTask(Task):  # type: ignore[misc]
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Guard the function, below `autoretry_for`: that would turn a time limit into a retry."""
+        """Guard the function inside `autoretry_for`, which would turn a time limit into a retry."""
         super().on_bound(app)
         function = cls.__dict__.get("run")
         inner = function.__func__ if isinstance(function, staticmethod) else function

@@ -31,25 +31,25 @@ T = TypeVar("T")
 def once_task(
     guard: Guard, *, key: Key = None, name: str = "", ignore: Sequence[str] = (), **settings: Any
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator, to stand below `@dramatiq.actor`: the actor runs once per *key*, however often it is delivered.
+    """Return a decorator, to put below `@dramatiq.actor`: the actor runs once per *key*, however often delivered.
 
-    The broker needs `OnceMiddleware` or Dramatiq's `CurrentMessage`.  A message that another worker is processing is sent
-    again for later, and its retries are not used up.  A time limit or a shutdown leaves the outcome in doubt: `on_unknown`
+    The broker needs `OnceMiddleware` or Dramatiq's `CurrentMessage`.  If another worker is processing the message, it
+    is sent again for later, and uses up no retry.  A time limit or a shutdown leaves the outcome in doubt: `on_unknown`
     decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
+        guard: The guard in whose ledger the operations are recorded.
         key: A template over the actor's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the message's id, which redelivery and Dramatiq's retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.
-        settings: Those of `Policy`, as for `once`.
+            default the message's id, which stays the same in redeliveries and retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(DramatiqTask, guard, key, name, ignore, settings)
 
 
 class DramatiqTask(WorkerTask[P, T]):
-    """A guarded function that Dramatiq calls.  Its time limits are no Exceptions, so they are in doubt anyway."""
+    """A guarded function that Dramatiq calls.  Its time limits are no Exceptions, so the outcome is in doubt anyway."""
 
     how_to_name = "add OnceMiddleware(guard) to the broker"
 
@@ -67,16 +67,16 @@ class ProcessedMessage(RunningTask):
         self.id = str(message.message_id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Ask for a retry after a delay; the Retries middleware then adds the one that is taken off here."""
+        """Ask for a retry after a delay.  Subtract one from the retries, because the Retries middleware adds one."""
         self.message.options["retries"] = self.message.options.get("retries", 0) - 1
         raise Retry(error.detail, delay=round(seconds * 1000)) from error
 
 
 class OnceMiddleware(CurrentMessage):
-    """Middleware for a broker: tells `once_task` the message, and guards the actors that have the option `once`.
+    """Middleware for a broker: gives `once_task` the message, and guards actors that have the option `once`.
 
-    `@dramatiq.actor(once="invoice:{invoice_id}")` names the operation by a template, `once=True` by the message's id.
-    *settings* are those of `once_task`, for all these actors.  Add it before the actors are declared.
+    `@dramatiq.actor(once="invoice:{invoice_id}")` sets the key's template; with `once=True` the key is the message's
+    id.  *settings* are those of `once_task`, for all these actors.  Add the middleware before the actors are declared.
     """
 
     def __init__(self, guard: Guard, **settings: Any) -> None:

@@ -30,17 +30,17 @@ def once_task(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator, to stand below `@huey.task(context=True)`: the task runs once per *key*.
 
-    With `context=True` Huey passes its task; the function need not have a parameter for it.  A task that another consumer
-    is running is scheduled for later, and its retries are not used up.  A timeout leaves the outcome in doubt:
+    With `context=True` Huey passes its task; the function need not have a parameter for it.  If another consumer is
+    running the task, it is scheduled for later, and uses up no retry.  A timeout leaves the outcome in doubt:
     `on_unknown` decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
-        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the task's id, which Huey's retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.
-        settings: Those of `Policy`, as for `once`.
+        guard: The guard in whose ledger the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
+            default the task's id, which stays the same in Huey's retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(HueyTask, guard, key, name, ignore, settings)
 
@@ -69,5 +69,5 @@ class ExecutedTask(RunningTask):
         self.id = str(task.id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Ask for a retry after a delay; Huey does not count it."""
+        """Ask for a retry after a delay.  Huey does not count it."""
         raise RetryTask(error.detail, delay=seconds) from error

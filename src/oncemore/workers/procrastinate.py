@@ -17,7 +17,7 @@ from .._ledger.context import Op, running
 from .._ledger.guard import Guard, check_guard
 from .._runtime.plan import arun, run
 from ..errors import OncemoreError
-from .task import Key, RunningTask, WorkerTask, decorator, made, task_policy
+from .task import Key, RunningTask, WorkerTask, decorator, task_policy, with_wait
 
 with naming_extras("oncemore.workers.procrastinate"):
     from procrastinate import BaseRetryStrategy, JobContext, RetryDecision
@@ -31,7 +31,7 @@ __all__ = ["once_middleware", "once_task"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CURRENT: ContextVar[JobContext | None] = ContextVar("CURRENT", default=None)  # set by `once_middleware`
+CURRENT: ContextVar[JobContext | None] = ContextVar("CURRENT", default=None)  # the job, set by `once_middleware`
 UNCOUNT = "UPDATE procrastinate_jobs SET attempts = attempts - 1 WHERE id = %(id)s"
 
 
@@ -40,17 +40,17 @@ def once_task(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator, to stand below `@app.task(pass_context=True)`: the task runs once per *key*.
 
-    Instead of `pass_context`, the worker may have `once_middleware`.  A job that another worker is running is retried
-    later, and its attempts are not used up.  An abort or a cancellation leaves the outcome in doubt: `on_unknown` decides,
-    as after a crash.
+    Instead of `pass_context`, the worker may have `once_middleware`.  If another worker is running the job, it is
+    retried later, and uses up no attempt.  An abort or a cancellation leaves the outcome in doubt: `on_unknown`
+    decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
-        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the job's id, which retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.  The job's context never is.
-        settings: Those of `Policy`, as for `once`.
+        guard: The guard in whose ledger the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
+            default the job's id, which stays the same in retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.  The job's context always may.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(ProcrastinateTask, guard, key, name, ignore, settings)
 
@@ -63,7 +63,7 @@ class ProcrastinateTask(WorkerTask[P, T]):
     how_to_name = "write @app.task(pass_context=True)"
 
     def running_task(self, args: Sequence[Any], kwargs: dict[str, Any]) -> RunningTask | None:
-        """Return the job of the context that procrastinate passes, or of the one that the middleware has."""
+        """Return the job of the context that procrastinate passes, or that the middleware has set."""
         context = next((each for each in args[:1] if isinstance(each, JobContext)), CURRENT.get())
         return None if context is None else FetchedJob(context, self.awaited)
 
@@ -77,13 +77,13 @@ class FetchedJob(RunningTask):
         self.id = str(context.job.id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Fail with an error for which `LaterStrategy` decides, and take off the attempt that procrastinate will count."""
+        """Raise JobLater, from which `LaterStrategy` makes a retry.  Subtract the attempt that will be counted."""
         task: Task[Any, Any, Any] = self.context.task
         if not isinstance(task.retry_strategy, LaterStrategy):
             task.retry_strategy = LaterStrategy(task.retry_strategy)
         later = JobLater(error.detail, seconds)
         connector = self.context.app.connector
-        if isinstance(connector, InMemoryConnector):  # procrastinate's own, for tests: it has no SQL
+        if isinstance(connector, InMemoryConnector):  # procrastinate's connector for tests, which has no SQL
             connector.jobs[int(self.id)]["attempts"] -= 1
             raise later from error
         if not self.awaited:
@@ -106,7 +106,7 @@ class JobLater(Exception):
 
 
 class LaterStrategy(BaseRetryStrategy):
-    """The task's own strategy, and a retry for a job whose operation another worker is running."""
+    """Retries a job that another worker is running; otherwise the task's *own* strategy decides."""
 
     def __init__(self, own: BaseRetryStrategy | None) -> None:
         self.own = own
@@ -118,21 +118,21 @@ class LaterStrategy(BaseRetryStrategy):
 
 
 def once_middleware(guard: Guard, **settings: Any) -> list[Any]:
-    """Return task middlewares, for sync and async tasks: every job of the worker runs once, by its id.
+    """Return task middlewares for sync and async tasks: each job of the worker runs once per id.
 
     `app.run_worker(task_middleware=once_middleware(guard))`, with procrastinate 3.10 or later.  *settings* are those of
-    `Policy`.  A task that is decorated with `once_task` is guarded by that alone, and needs no `pass_context`.
+    `Policy`.  A task with `once_task` is not guarded twice, and needs no `pass_context`.
     """
     policy = task_policy(check_guard(guard).policy, ProcrastinateTask.limits, settings)
     tasks: dict[str, ProcrastinateTask[Any, Any]] = {}
 
     def task_of(context: JobContext) -> ProcrastinateTask[Any, Any] | None:
-        """Return the guarded task; None if its function is guarded already."""
+        """Return the guarded task, or None if its function has `once_task`."""
         name, function = context.task.name, context.task.func
         if hasattr(function, "once_task"):
             return None
         if name not in tasks:
-            tasks[name] = made(ProcrastinateTask(guard, function, None, name, (), policy), settings)  # type: ignore[assignment]
+            tasks[name] = with_wait(ProcrastinateTask(guard, function, None, name, (), policy), settings)  # type: ignore[assignment]
         return tasks[name]
 
     def middleware(call_next: Callable[[], Any], context: JobContext, worker: Any) -> Any:
@@ -140,10 +140,12 @@ def once_middleware(guard: Guard, **settings: Any) -> list[Any]:
             with running(op):
                 return call_next()
 
-        with current(context):
+        with set_current(context):
             task = task_of(context)
             return (
-                call_next() if task is None else run(task.perform(FetchedJob(context, False), *given(context), perform))
+                call_next()
+                if task is None
+                else run(task.perform(FetchedJob(context, False), *arguments_of(context), perform))
             )
 
     async def async_middleware(call_next: Callable[[], Awaitable[Any]], context: JobContext, worker: Any) -> Any:
@@ -151,23 +153,23 @@ def once_middleware(guard: Guard, **settings: Any) -> list[Any]:
             with running(op):
                 return await call_next()
 
-        with current(context):
+        with set_current(context):
             task = task_of(context)
             if task is None:
                 return await call_next()
-            return await arun(task.perform(FetchedJob(context, True), *given(context), perform))
+            return await arun(task.perform(FetchedJob(context, True), *arguments_of(context), perform))
 
     return [middleware, async_middleware]
 
 
-def given(context: JobContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(context: JobContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which procrastinate calls the task."""
     return ((context,) if context.task.pass_context else ()), dict(context.job.task_kwargs)
 
 
 @contextmanager
-def current(context: JobContext) -> Iterator[None]:
-    """Tell `once_task` the job meanwhile."""
+def set_current(context: JobContext) -> Iterator[None]:
+    """Set the job that `once_task` finds inside the block."""
     token = CURRENT.set(context)
     try:
         yield

@@ -34,16 +34,16 @@ def once_task(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator: the job runs once per *key*, however often it is enqueued or tried again.
 
-    A job that another worker is running waits for it (at most `wait`), then goes to the end of its queue, and its retries
-    are not used up.  A job timeout leaves the outcome in doubt: `on_unknown` decides, as after a crash.
+    If another worker is running the job, this one waits (at most `wait`), then goes to the end of its queue, and uses
+    up no retry.  A job timeout leaves the outcome in doubt: `on_unknown` decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
-        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the job's id, which retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.
-        settings: Those of `Policy`, as for `once`.
+        guard: The guard in whose ledger the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
+            default the job's id, which stays the same in retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(RqTask, guard, key, name, ignore, settings)
 
@@ -52,7 +52,7 @@ class RqTask(WorkerTask[P, T]):
     """A guarded function that RQ calls."""
 
     limits = (BaseTimeoutException,)
-    has_delay = False  # a retry with a delay is only run if some worker has RQ's scheduler
+    has_delay = False  # RQ runs retries with a delay only if a worker has its scheduler
 
     def running_task(self, args: Sequence[Any], kwargs: dict[str, Any]) -> RunningTask | None:
         """Return the job of this work horse."""
@@ -60,16 +60,16 @@ class RqTask(WorkerTask[P, T]):
         return None if job is None else CurrentJob(job)
 
     def performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
-        """Return a function that calls the guarded one; a `Retry` that it returns is no result."""
+        """Return a function that calls the guarded one, and raises ReturnedRetry if that returns a `Retry`."""
         perform = super().performer(*args, **kwargs)
 
         async def aperform(op: Op) -> Any:
-            return checked(await perform(op))
+            return raise_retry(await perform(op))
 
-        return aperform if self.awaited else lambda op: checked(perform(op))
+        return aperform if self.awaited else lambda op: raise_retry(perform(op))
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan[Any]:
-        """Return the plan of a call: its value, or a `Retry`."""
+        """Return the plan of a call.  Its result is the function's value, or a `Retry`."""
         try:
             return (yield from super().called(args, kwargs))
         except ReturnedRetry as returned:
@@ -84,20 +84,20 @@ class CurrentJob(RunningTask):
         self.id = str(job.id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Return a `Retry`, for which RQ enqueues the job again; it counts these apart from the retries of failures."""
+        """Return a `Retry`, so that RQ enqueues the job again.  RQ does not count it as a retry of a failure."""
         return Retry(max=(self.job.number_of_retries or 0) + 1)
 
 
 class ReturnedRetry(Exception):
-    """The function has returned a `Retry`: it is to be run again, so there is no result to keep."""
+    """The function has returned a `Retry`: the job must run again, and there is no result to keep."""
 
     def __init__(self, retry: Retry) -> None:
         super().__init__(repr(retry))
         self.retry = retry
 
 
-def checked(value: Any) -> Any:
-    """Return the value, or raise it if it is a `Retry`."""
+def raise_retry(value: Any) -> Any:
+    """Return the value, or raise ReturnedRetry if it is a `Retry`."""
     if isinstance(value, Retry):
         raise ReturnedRetry(value)
     return value

@@ -1,4 +1,4 @@
-"""Shared by all runners: a guarded task, and the runner's "later" for a task that another worker is running."""
+"""The parts that all runners share: the guarded task, and the protocol by which a runner runs a task again later."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from ..stores.memory import MemoryStore
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Key = str | Callable[..., str] | None  # None: the id that the runner gives to the task
+Key = str | Callable[..., str] | None  # None: the runner's id of the task
 
 
 class RunningTask(ABC):
-    """The task that a runner's worker is running now.
+    """The task that a worker is running now.
 
     Attributes:
-        id: The runner's own id of the task.  It stays the same when the task is delivered or tried again.
+        id: The runner's own id of the task.  It stays the same if the task is delivered or tried again.
     """
 
     id: str
 
     @abstractmethod
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Let the runner run the task again, after *seconds* if it can wait, without counting a failed attempt.
+        """Make the runner run the task again, after *seconds* if it can wait, without counting a failed attempt.
 
-        Raises the runner's own exception for that, or returns a value for the task to return.
+        Raise the exception with which the runner does that, or return a value that the task must return.
         """
 
     def hazards(self, policy: Policy) -> Iterator[str]:
-        """Yield a sentence for each setting of the runner under which the task may be lost, or run needlessly often."""
+        """Yield a warning for each setting of the runner by which the task may be lost, or run needlessly often."""
         yield from ()
 
 
@@ -57,13 +57,12 @@ class WorkerTask(Once[P, T]):
     """A guarded function that a runner calls.  Each runner has a subclass."""
 
     decorator = "once_task"
-    limits: ClassVar[
-        tuple[type[Exception], ...]
-    ] = ()  # raised in a task that has used up its time: nobody knows how far it came
-    contexts: ClassVar[tuple[type, ...]] = ()  # arguments of these classes are the runner's, and are not compared
-    has_delay: ClassVar[bool] = True  # whether the runner's "later" has a delay; if not, it passes in the worker
-    waits = False  # whether a task waits in its worker, as long as the policy says, for the one that is running
-    how_to_name = ""  # another way than key= to let the runner name the task
+    # Exceptions that the runner raises in a task whose time is up; the outcome is then in doubt.
+    limits: ClassVar[tuple[type[Exception], ...]] = ()
+    contexts: ClassVar[tuple[type, ...]] = ()  # arguments of these classes come from the runner, and are not compared
+    has_delay: ClassVar[bool] = True  # whether `later` has a delay; if not, the worker sleeps before it calls `later`
+    waits = False  # whether a duplicate waits in its worker, for the policy's `wait`, before it is run later
+    how_to_name = ""  # for errors: another way than key= to name the operation
 
     def __init__(
         self, guard: Guard, function: Callable[P, T], key: Key, name: str, ignore: Sequence[str], policy: Policy
@@ -77,7 +76,7 @@ class WorkerTask(Once[P, T]):
     def running_task(self, args: Sequence[Any], kwargs: dict[str, Any]) -> RunningTask | None:
         """Return the task that this call is part of, or None if the function was called directly.
 
-        Arguments that only the runner knows of are removed from *kwargs*.
+        Remove arguments from *kwargs* that the runner has added.
         """
         raise NotImplementedError
 
@@ -107,7 +106,7 @@ class WorkerTask(Once[P, T]):
         return cast("Callable[P, T]", guarded)
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan[Any]:
-        """Return the plan of a call: its value, or the runner's "later"."""
+        """Return the plan of a call.  Its result is the function's value, or that of `RunningTask.later`."""
         running = self.running_task(args, kwargs)
         return self.perform(running, args, kwargs, self.performer(*args, **kwargs))
 
@@ -142,18 +141,18 @@ class WorkerTask(Once[P, T]):
             if not is_temporary(error, begun=bool(begun)):
                 raise
             seconds = error.retry_after if isinstance(error, UnknownOutcome) and error.retry_after else self.delay
-            log.info("%s %r is run again in %.3g s: %s", self.name, operation.key, seconds, error.detail)
+            log.info("%s %r will run again in %.3g s: %s", self.name, operation.key, seconds, error.detail)
             if not self.has_delay:
                 yield Sleep(max(started + seconds - monotonic(), 0.0))
             return (yield Call(running.later, seconds, error))
 
     def _store_hazards(self) -> Iterator[str]:
         if isinstance(self.guard.store, MemoryStore):
-            yield "its ledger is in the memory of this process, so another worker runs the same task again"
+            yield "its ledger is in the memory of this process, so another worker repeats the task. Use a shared store"
 
     @property
     def delay(self) -> float:
-        """After how many seconds a task is run again that another worker is running: three times within a lease."""
+        """The seconds after which a task is run again if another worker is running it: a third of a lease."""
         return max(self.policy.lease / 3, 0.1)
 
     def _operation(self, running: RunningTask | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
@@ -166,18 +165,18 @@ class WorkerTask(Once[P, T]):
     def _without_task(self, *_: Any, **__: Any) -> str:
         hint = f", or {self.how_to_name}" if self.how_to_name else ""
         raise ConfigurationError(
-            f"{self.name} was not called by a worker that tells its task, so nothing names the operation: "
-            f"give once_task a key such as key='invoice:{{invoice_id}}'{hint}"
+            f"{self.name} was not called by a worker that passes its task, so nothing names the operation: "
+            f"pass once_task a key such as key='invoice:{{invoice_id}}'{hint}"
         )
 
 
 def is_temporary(error: OncemoreError, *, begun: bool) -> bool:
-    """Whether the task is to be run again soon, because this worker may not run it now: it has not failed.
+    """Whether the task must be run again later, because this worker may not perform it now, and it has not failed.
 
-    If the store is down before the function was called, nothing has happened.  Afterwards the runner decides, as after any
-    other error of the function.
+    If the store fails before the function was called, nothing has happened.  Afterwards, the runner handles the error
+    like any error of the function.
     """
-    if isinstance(error, UnknownOutcome):  # with retry_after: the resolver cannot tell yet
+    if isinstance(error, UnknownOutcome):  # with retry_after, if the resolver does not know yet
         return error.retry_after is not None
     if isinstance(error, StoreUnavailable | StoreTimeout):
         return not begun
@@ -197,13 +196,13 @@ def decorator(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         task: WorkerTask[P, T] = kind(guard, function, key, name, ignore, policy)
-        return made(task, settings).wrapped()
+        return with_wait(task, settings).wrapped()
 
     return decorate
 
 
-def made(task: WorkerTask[P, T], settings: Mapping[str, Any]) -> WorkerTask[P, T]:
-    """Return the task; one with a `wait` of its own waits that long in its worker before it is run later."""
+def with_wait(task: WorkerTask[P, T], settings: Mapping[str, Any]) -> WorkerTask[P, T]:
+    """Return the task.  If *settings* has `wait`, its duplicates wait that long in their workers."""
     task.waits = "wait" in settings
     return task
 
@@ -211,7 +210,7 @@ def made(task: WorkerTask[P, T], settings: Mapping[str, Any]) -> WorkerTask[P, T
 def task_policy(policy: Policy, limits: tuple[type[Exception], ...], settings: Mapping[str, Any]) -> Policy:
     """Return the guard's policy with the settings.
 
-    The runner's time limits are in doubt beside what `doubt` names.  A resolver is asked also without `on_unknown`.
+    The runner's time limits are added to `doubt`.  If there is a resolver, `on_unknown` is "resolve" instead of "hold".
     """
     asks = {"on_unknown": "resolve"} if settings.get("resolver") and policy.on_unknown == "hold" else {}
     chosen = policy.but(**{**asks, **settings})

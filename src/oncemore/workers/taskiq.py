@@ -28,7 +28,7 @@ __all__ = ["once_task"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-RECEIVED = "oncemore_received"  # the parameter by which taskiq passes the task
+RECEIVED = "oncemore_received"  # the name of the parameter in which taskiq passes the task
 
 
 def once_task(
@@ -36,24 +36,24 @@ def once_task(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator, to stand below `@broker.task`: the task runs once per *key*, however often it is delivered.
 
-    A task that another worker is running waits for it (at most `wait`), then is sent again, and its retries are not used
-    up.  A timeout or a cancellation leaves the outcome in doubt: `on_unknown` decides, as after a crash.
+    If another worker is running the task, this one waits (at most `wait`), is then sent again, and uses up no retry.
+    A timeout or a cancellation leaves the outcome in doubt: `on_unknown` decides, as after a crash.
 
     Args:
-        guard: Where the operations are recorded.
-        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
-            default the task's id, which redelivery and taskiq's retries keep.
-        name: Owns the keys; by default it is the function's own name.
-        ignore: Parameters that are not compared.  Those that taskiq fills in (`TaskiqDepends`) never are.
-        settings: Those of `Policy`, as for `once`.
+        guard: The guard in whose ledger the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
+            default the task's id, which stays the same in redeliveries and taskiq's retries.
+        name: The name of the operations, which is in their scope; by default the function's name.
+        ignore: Parameters that may differ in a duplicate.  Those that taskiq fills in (`TaskiqDepends`) always may.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(TaskiqTask, guard, key, name, ignore, settings)
 
 
 class TaskiqTask(WorkerTask[P, T]):
-    """A guarded function that taskiq calls.  Its timeouts cancel the task, so they are in doubt anyway."""
+    """A guarded function that taskiq calls.  Its timeouts cancel the task, so the outcome is in doubt anyway."""
 
-    has_delay = False  # taskiq sends a task again at once
+    has_delay = False  # taskiq sends a task again immediately
 
     def __init__(
         self, guard: Guard, function: Callable[P, T], key: Key, name: str, ignore: Sequence[str], policy: Policy
@@ -67,7 +67,7 @@ class TaskiqTask(WorkerTask[P, T]):
         self.compared = tuple(each for each in self.compared if each not in injected)
 
     def wrapped(self) -> Callable[P, T]:
-        """Return the function to call instead; taskiq sees one more parameter, and passes the task by it."""
+        """Return the function to call instead.  It has one more parameter, in which taskiq passes the task."""
         guarded: Any = super().wrapped()
         parameters = list(self.shown.parameters.values())
         end = len(parameters) - sum(each.kind is VARIADIC[-1] for each in parameters[-1:])
@@ -89,7 +89,7 @@ def is_injected(parameter: inspect.Parameter) -> bool:
 
 
 class ReceivedTask(RunningTask):
-    """The task that a taskiq worker has received.  A sync one runs on a thread beside the worker's event loop."""
+    """The task that a taskiq worker has received.  A sync task runs on a thread beside the worker's event loop."""
 
     def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
         self.context = context
@@ -97,13 +97,13 @@ class ReceivedTask(RunningTask):
         self.id = str(context.message.task_id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Send the same task again; taskiq then stores no result for this one."""
+        """Send the same task again.  taskiq then stores no result for this run."""
         requeued = self.context.requeue()
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run_coroutine_threadsafe(requeued, self.loop).result()
-        assert running is self.loop, "a task of taskiq's runs on its worker's loop"
+        assert running is self.loop, "taskiq runs async tasks on the worker's loop"
         return requeued
 
     def hazards(self, policy: Policy) -> Iterator[str]:
@@ -121,5 +121,5 @@ class ReceivedTask(RunningTask):
 
 
 async def received_task(context: Context = TaskiqDepends()) -> ReceivedTask:  # noqa: B008
-    """Return the task that is about to run, for taskiq to pass on."""
+    """Return the task that is about to run.  taskiq calls this, and passes the result to the task."""
     return ReceivedTask(context, asyncio.get_running_loop())

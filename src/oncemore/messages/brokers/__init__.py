@@ -1,1 +1,1 @@
-"""The brokers, one file each: a subclass of `UrlBroker`, and the OPTIONS of its URL."""
+"""The brokers.  Each file has a subclass of `UrlBroker`, and the OPTIONS of its URL."""

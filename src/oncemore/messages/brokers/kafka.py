@@ -1,4 +1,4 @@
-"""`kafka://host1,host2/payments`: Kafka.  The channel is a topic, and the subject is the key that chooses the partition."""
+"""`kafka://host1,host2/payments`: Kafka.  The channel is a topic; the subject is the key that chooses the partition."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from ...errors import BrokerError
-from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, failed
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, wrap_error
 from ..envelope import Envelope, binary, parse_binary
 
 log = logging.getLogger("oncemore.messages")
 
 OPTIONS = {"partitions": 12, "replicas": 0, "sasl": ""}
-# The errors that are a message's own fault.  All others come and go with the cluster and its settings: too few brokers, a
-# topic that is missing, a password or a right.
+# The errors for which the message itself is at fault.  All others depend on the cluster and its settings: too few
+# brokers, a missing topic, a wrong password, a missing right.
 OWN_FAULT = (
     KafkaError.MSG_SIZE_TOO_LARGE,
     KafkaError.RECORD_LIST_TOO_LARGE,
@@ -35,16 +35,16 @@ OWN_FAULT = (
     KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
     KafkaError.POLICY_VIOLATION,
 )
-# Another consumer has come or gone meanwhile: the partitions are given to the members of the group anew.
+# A consumer has joined or left the group, so Kafka assigns the partitions again.
 REBALANCES = (KafkaError.REBALANCE_IN_PROGRESS, KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID)
-POLL = 0.1  # seconds; librdkafka expects to be asked again soon, also by a consumer that has no room for messages
+POLL = 0.1  # seconds; librdkafka must be polled often, even if there is no room for messages
 
 
 class KafkaBroker(UrlBroker):
     """A topic, written by an idempotent producer with `acks=all`.
 
-    The producer's own repetitions are recognised by the broker; those of another session, after a crash, are not.
-    *settings* are librdkafka's, with `_` for `.`: `connect(url, linger_ms=50)`.
+    Kafka recognises repetitions by the same producer, but not by another one after a crash.  *settings* are
+    librdkafka's, with `_` for `.`: `connect(url, linger_ms=50)`.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class KafkaBroker(UrlBroker):
         self._producer: Producer | None = None
 
     def configuration(self) -> dict[str, Any]:
-        """The settings that producer and consumer share."""
+        """Return the settings that producer and consumer share."""
         address, options = self.address, self.address.options
         shared: dict[str, Any] = {
             "bootstrap.servers": ",".join(f"{host}:{port}" for host, port in address.host_and_port(9092)),
@@ -93,7 +93,7 @@ class KafkaBroker(UrlBroker):
         try:
             await asyncio.to_thread(self._find_or_create, producer)
         except KafkaException as error:
-            raise failed(self, f"Looking for the topic {self.channel!r} of", error) from error
+            raise wrap_error(self, f"Looking for the topic {self.channel!r} of", error) from error
         self._producer = producer
 
     def _find_or_create(self, client: Producer) -> None:
@@ -105,9 +105,8 @@ class KafkaBroker(UrlBroker):
         options = self.address.options
         if not options["create"]:
             raise BrokerError(f"{self.url}: there is no topic {self.channel!r}, and the URL says create=false")
-        new = NewTopic(
-            self.channel, options["partitions"], options["replicas"] or -1
-        )  # -1: as the cluster is configured
+        replicas = options["replicas"] or -1  # -1: the cluster's default
+        new = NewTopic(self.channel, options["partitions"], replicas)
         try:
             AdminClient(self.configuration()).create_topics([new], request_timeout=self.timeout)[self.channel].result()
         except KafkaException as error:
@@ -136,21 +135,21 @@ class KafkaBroker(UrlBroker):
             try:
                 try:
                     producer.produce(self.channel, body, key, headers=fields, on_delivery=self._into(results, number))
-                except BufferError:  # the local queue is full: let the broker confirm what is in it
+                except BufferError:  # the local queue is full: wait until the broker has confirmed it
                     producer.flush(self.timeout)
                     producer.produce(self.channel, body, key, headers=fields, on_delivery=self._into(results, number))
             except (KafkaException, BufferError) as error:
-                results[number] = failed(self, f"Publishing {envelope.id} to", error)
+                results[number] = wrap_error(self, f"Publishing {envelope.id} to", error)
         producer.flush(self.timeout + 1.0)
 
     def _into(self, results: list[Exception | None], number: int) -> Callable[[Any, Message], None]:
-        """The function that librdkafka calls with the result of a message."""
+        """Return the function that librdkafka calls with the result of a message."""
 
         def report(error: KafkaError | None, message: Message) -> None:
             if error is None:
                 results[number] = None
                 return
-            wrapped = failed(self, "Publishing to", KafkaException(error))
+            wrapped = wrap_error(self, "Publishing to", KafkaException(error))
             results[number] = wrapped if error.code() in OWN_FAULT else BrokerDown(wrapped.detail)
 
         return report
@@ -160,17 +159,17 @@ class KafkaBroker(UrlBroker):
 
 
 class Partition:
-    """The offsets of a partition that are not acknowledged yet, and so the offset that may be committed.
+    """The unacknowledged offsets of a partition, from which the offset to commit follows.
 
-    Kafka counts no deliveries, but a commit has room for a note: how often the first message behind it was delivered.
+    Kafka counts no deliveries.  So each commit has a note: how often the message at the committed offset was delivered.
     """
 
     def __init__(self, start: int, delivered: int) -> None:
         self.start = start
         self.delivered = delivered
         self.next = start
-        self.open: list[int] = []  # a heap: delivered, and not yet committed
-        self.done: set[int] = set()  # of these, the acknowledged ones
+        self.open: list[int] = []  # a heap of the offsets that were delivered and cannot be committed yet
+        self.done: set[int] = set()  # the offsets in `open` that are acknowledged
 
     @property
     def unfinished(self) -> int:
@@ -178,11 +177,11 @@ class Partition:
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing was delivered since the partition was assigned."""
+        """Whether no message was delivered since the partition was assigned."""
         return self.next == self.start
 
     def take(self, offset: int) -> int:
-        """Note a delivery; returns its count."""
+        """Record a delivery, and return its count."""
         if self.untouched:
             self.delivered += 1
             count = self.delivered
@@ -193,7 +192,7 @@ class Partition:
         return count
 
     def finish(self, offset: int) -> int | None:
-        """Note an acknowledgement; returns the offset to commit, if it has changed."""
+        """Record an acknowledgement.  Return the offset to commit, or None if it has not changed."""
         self.done.add(offset)
         moved = False
         while self.open and self.open[0] in self.done:
@@ -205,8 +204,8 @@ class Partition:
 class KafkaSubscription(Subscription):
     """A member of the group, on a thread of its own.
 
-    A delivery is repeated when its consumer's session ends.  One that is refused by `nack` stays with this consumer, and
-    is delivered again after its delay; its partition's offset is committed only when it is acknowledged.
+    A delivery is repeated when its consumer's session ends.  A delivery refused by `nack` stays with this consumer, and
+    is delivered again after its delay.  The offset is not committed past it until it is acknowledged.
     """
 
     def __init__(self, broker: KafkaBroker, group: str, prefetch: int) -> None:
@@ -230,7 +229,7 @@ class KafkaSubscription(Subscription):
         self.changed = asyncio.Event()
         self.client = KafkaClient(
             {
-                "group.id": f"{self.broker.channel}.{self.group}",  # Kafka's groups are the whole cluster's
+                "group.id": f"{self.broker.channel}.{self.group}",  # the whole cluster shares group names
                 "auto.offset.reset": "earliest",
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
@@ -242,7 +241,7 @@ class KafkaSubscription(Subscription):
         )
         self.thread = threading.Thread(target=self._run, name="oncemore-kafka", daemon=True)
         self.thread.start()
-        await asyncio.to_thread(self.joined.wait, self.broker.timeout)  # the group gives it partitions, or none
+        await asyncio.to_thread(self.joined.wait, self.broker.timeout)  # until partitions are assigned, if any
 
     # On the thread
 
@@ -251,13 +250,13 @@ class KafkaSubscription(Subscription):
             while not self.ended.is_set():
                 self._commit()
                 room = self.prefetch - sum(each.unfinished for each in self.partitions.values())
-                if (room <= 0) != self.paused:  # not each time: to resume is to fetch anew
+                if (room <= 0) != self.paused:  # only on a change, because `resume` fetches again
                     self.paused = room <= 0
                     (self.client.pause if self.paused else self.client.resume)(self.client.assignment())
                 self._take(self.client.consume(max(1, min(100, room)), POLL))
             self._commit()
         except Exception as error:
-            self.error = failed(self.broker, "Receiving from", error)
+            self.error = wrap_error(self.broker, "Receiving from", error)
         finally:
             self.client.close()
             self.joined.set()
@@ -275,14 +274,14 @@ class KafkaSubscription(Subscription):
                 continue
             number = message.partition() or 0
             partition = self.partitions.get(number)
-            if partition is None:  # it was revoked meanwhile
+            if partition is None:  # the partition was revoked meanwhile
                 continue
             untouched = partition.untouched
             count = partition.take(message.offset() or 0)
             if untouched:
                 first.append(TopicPartition(self.broker.channel, number, partition.start, str(count)))
             deliveries.append(KafkaDelivery(self, message, partition, count))
-        if first:  # not when the partition is assigned: a quiet one would count the rebalances against its next message
+        if first:  # not on assignment: then a quiet partition would count each rebalance as a delivery
             commit_or_rebalance(self.client, first)
         self.arrived.extend(deliveries)
         if messages:
@@ -295,7 +294,7 @@ class KafkaSubscription(Subscription):
             return
 
     def _commit(self) -> None:
-        """Commit the offsets behind all that was acknowledged."""
+        """Commit the offsets up to which all messages are acknowledged."""
         places: dict[int, TopicPartition] = {}
         after_crash = False
         while True:
@@ -305,14 +304,14 @@ class KafkaSubscription(Subscription):
                 break
             number, partition = delivery.message.partition() or 0, delivery.partition
             if self.partitions.get(number) is not partition:
-                continue  # it was revoked, and may be another consumer's by now
+                continue  # the partition was revoked, and may belong to another consumer
             offset = partition.finish(delivery.message.offset() or 0)
             if offset is not None:
                 places[number] = TopicPartition(self.broker.channel, number, offset, "0")
                 after_crash = after_crash or partition.delivered > 1
                 partition.delivered = 1
         if places and after_crash:
-            # Wait for it: the next crash would otherwise be counted for a message that is done.
+            # Wait for the commit, or the next crash would be counted for a message that is done.
             commit_or_rebalance(self.client, list(places.values()))
         elif places:
             self.client.commit(offsets=list(places.values()), asynchronous=True)
@@ -388,7 +387,7 @@ class KafkaDelivery(Delivery):
 
 
 def commit_or_rebalance(client: KafkaClient, places: list[TopicPartition]) -> None:
-    """Commit, and wait for it.  Nothing is committed if the group divides its partitions anew: then messages come again."""
+    """Commit and wait.  During a rebalance nothing is committed, and the messages are delivered again."""
     try:
         client.commit(offsets=places, asynchronous=False)
     except KafkaException as error:
@@ -397,7 +396,7 @@ def commit_or_rebalance(client: KafkaClient, places: list[TopicPartition]) -> No
 
 
 def headers_of(message: Message) -> dict[str, str]:
-    """The headers as text; a header that is not UTF-8 is none of ours."""
+    """Return the headers as text.  Headers that are not UTF-8 are left out, because ours are."""
     headers: dict[str, str] = {}
     for name, value in cast("list[tuple[str, bytes | str | None]]", message.headers() or []):
         try:

@@ -1,4 +1,4 @@
-"""`memory://payments`: a broker in this process, for your own tests.  All URLs of one channel share its messages."""
+"""`memory://payments`: a broker in this process, for your tests.  All brokers of one channel share its messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..broker import PREFETCH, VISIBILITY, Address, Delivery, Subscription, UrlB
 from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
-POLL = 0.005  # seconds; producers and consumers may be on different threads, each with an event loop of its own
+POLL = 0.005  # seconds; a consumer polls because the producer may be on another thread and event loop
 
 
 @dataclass
 class KeptMessage:
-    """A message for one group: when it may be delivered next, and how often it was."""
+    """A message for one group, with the time of its next delivery and the count of its deliveries."""
 
     body: bytes
     due: float
@@ -27,7 +27,7 @@ class KeptMessage:
 
 @dataclass
 class Channel:
-    """The messages of a channel, and those of each group that are not acknowledged yet."""
+    """All messages of a channel, and each group's messages that are not acknowledged yet."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     messages: list[bytes] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Channel:
     groups: dict[str, dict[int, KeptMessage]] = field(default_factory=dict)
 
     def group(self, name: str) -> dict[int, KeptMessage]:
-        """The group's messages, by number; a new group gets all that were ever published."""
+        """Return the group's messages by number.  A new group gets all messages ever published."""
         if name not in self.groups:
             self.groups[name] = {n: KeptMessage(body, 0.0) for n, body in enumerate(self.messages)}
         return self.groups[name]
@@ -50,7 +50,7 @@ CHANNELS: dict[tuple[str, str], Channel] = {}
 
 
 def clear() -> None:
-    """Forget all channels, as a new process would."""
+    """Forget all channels."""
     CHANNELS.clear()
 
 
@@ -79,7 +79,7 @@ class MemoryBroker(UrlBroker):
         return [None] * len(envelopes)
 
     async def put(self, body: bytes) -> None:
-        """Add a message as it is: to test what your consumer does with a malformed one."""
+        """Add a message unchecked, to test how your consumer handles a malformed message."""
         with self.shared.lock:
             self.shared.add(body)
 
@@ -141,7 +141,7 @@ class MemoryDelivery(Delivery):
     def _move(self, seconds: float) -> None:
         with self.subscription.broker.shared.lock:
             message = self._group().get(self.number)
-            if message is not None and message.count == self.count:  # not delivered to another consumer meanwhile
+            if message is not None and message.count == self.count:  # it was not delivered again meanwhile
                 message.due = time.monotonic() + seconds
 
     def _group(self) -> dict[int, KeptMessage]:

@@ -1,4 +1,4 @@
-"""`nats://host/payments`: NATS JetStream.  The channel is a stream, and an envelope is published to `payments.<type>`."""
+"""`nats://host/payments`: NATS JetStream.  The channel is a stream; envelopes are published to `payments.<type>`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from ..broker import (
     Delivery,
     Subscription,
     UrlBroker,
-    answered,
     deduplication_id,
-    failed,
+    send_answer,
+    wrap_error,
 )
 from ..envelope import Envelope, binary, parse_binary
 
 OPTIONS = {"visibility": VISIBILITY, "window": 120.0, "replicas": 0, "credentials": "", "token": ""}
-PING = 10  # seconds; a server that leaves two unanswered is gone
-LOOK = 0.2  # seconds between two looks whether there is still a connection
+PING = 10  # seconds; after two unanswered pings the connection is lost
+LOOK = 0.2  # seconds between two checks of the connection
 IN_FLIGHT = 4000  # publishes that wait for their acknowledgement
-UNFIT = re.compile(r"[^0-9A-Za-z_=-]+")  # for a stream or consumer
+UNFIT = re.compile(r"[^0-9A-Za-z_=-]+")  # not allowed in the names of streams and consumers
 UNFIT_SUBJECT = re.compile(r"[^\x21-\x7e]+|[*>]|^\.|\.$|\.(?=\.)")
 PULL_EXPIRED = ("404", "408")
 NO_RESPONDERS = "503"
 
 
 class PublishProblem(msgspec.Struct):
-    """Why a message was not stored, as the server says it."""
+    """The reason why the server has not stored a message."""
 
     code: int = 0
     err_code: int = 0
@@ -54,7 +54,7 @@ class PublishProblem(msgspec.Struct):
 
 
 class PublishAnswer(msgspec.Struct):
-    """The server's answer to a message, as far as it matters here."""
+    """The part of the server's answer to a message that matters here."""
 
     error: PublishProblem | None = None
 
@@ -64,12 +64,12 @@ decode_answer = msgspec.json.Decoder(PublishAnswer).decode
 
 @lru_cache(4096)
 def subject_of(channel: str, type: str) -> str:
-    """The NATS subject for a type of event."""
+    """Return the NATS subject for a type of event."""
     return f"{channel}.{UNFIT_SUBJECT.sub('_', type)}"
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Whether the *pattern* includes the subject: `*` stands for one part, `>` for all that follow."""
+    """Whether the *pattern* matches the subject: `*` stands for one part, a final `>` for all further parts."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
@@ -85,8 +85,8 @@ class NatsBroker(UrlBroker):
         super().__init__(address, settings)
         self._client: Client | None = None
         self.stream: JetStreamContext = None  # type: ignore[assignment]  # until it is open
-        self._subjects: list[str] = []  # that the stream takes
-        self._answers = ""  # the subject for the server's answers, each with the number of its message behind it
+        self._subjects: list[str] = []  # the subjects that the stream stores
+        self._answers = ""  # the server answers on this subject, with the number of the message appended
         self._numbers = itertools.count()
         self._waiting: dict[str, tuple[str, asyncio.Future[Exception | None]]] = {}  # by number: the message's subject
 
@@ -104,13 +104,13 @@ class NatsBroker(UrlBroker):
             await client.close()
             if not isinstance(error, NatsError):
                 raise
-            raise failed(self, "The connection to", error) from error
+            raise wrap_error(self, "The connection to", error) from error
         self._client = client
 
     async def connected(self) -> Client:
-        """A new connection, to the first of the hosts that answers.
+        """Connect to the first host that answers, in random order.
 
-        The driver does not connect again by itself: relays and consumers do, and know then that something was lost.
+        The driver must not reconnect by itself: relays and consumers do, so they know that messages may be lost.
         """
         address, options = self.address, self.address.options
         login: dict[str, Any] = {"user": address.username, "password": address.password} if address.username else {}
@@ -138,7 +138,7 @@ class NatsBroker(UrlBroker):
             except (NatsError, OSError, TimeoutError) as error:
                 caught = error
         assert caught is not None
-        raise failed(self, "The connection to", caught) from caught
+        raise wrap_error(self, "The connection to", caught) from caught
 
     async def _find_or_create(self) -> None:
         try:
@@ -151,7 +151,7 @@ class NatsBroker(UrlBroker):
                     ) from None
                 info = await self.stream.add_stream(self._configuration())
         except (NatsError, APIError, TimeoutError) as error:
-            raise failed(self, f"Looking for the stream {self.channel!r} of", error) from error
+            raise wrap_error(self, f"Looking for the stream {self.channel!r} of", error) from error
         self.window = info.config.duplicate_window
         self._subjects = info.config.subjects or []
 
@@ -161,7 +161,7 @@ class NatsBroker(UrlBroker):
             name=self.channel,
             subjects=[f"{self.channel}.>"],
             storage=api.StorageType.FILE,
-            # One of three may then fail.  A single server has no place for more than one.
+            # With three, one server may fail.  A single server can have only one.
             num_replicas=options["replicas"] or (3 if len(self.address.hosts) >= 3 else 1),
             duplicate_window=options["window"],
         )
@@ -181,7 +181,7 @@ class NatsBroker(UrlBroker):
         return results
 
     async def _wait(self, waiting: set[asyncio.Future[Exception | None]]) -> None:
-        """Wait for the acknowledgements as long as there is a connection.  The driver does not tell a waiter that it ended."""
+        """Wait for the acknowledgements while connected.  The driver does not wake waiters when the connection ends."""
         ends = time.monotonic() + self.timeout
         while waiting and self.connects and (left := ends - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(waiting, timeout=min(left, LOOK))
@@ -192,54 +192,54 @@ class NatsBroker(UrlBroker):
         return self._client is not None and self._client.is_connected
 
     async def _send(self, envelope: Envelope) -> asyncio.Future[Exception | None] | Exception:
-        """Send it without waiting for the acknowledgement, whose error, or None, is the future's result.
+        """Send the envelope, and return a future of the acknowledgement: the server's error, or None.
 
-        The driver's own `publish_async` leaves its caller waiting if the answer is an error.
+        The driver's own `publish_async` never ends if the answer is an error.
         """
-        if self._client is None or not self.connects:  # it would be kept and sent later, perhaps behind one after it
+        if self._client is None or not self.connects:  # the driver would keep it and send it later, maybe out of order
             return BrokerError(f"{self.url} is not connected")
         headers, body = binary(envelope, "ce-", quoted=True)
         headers[api.Header.MSG_ID.value] = deduplication_id(envelope, self.channel)
-        headers[api.Header.EXPECTED_STREAM.value] = self.channel  # another stream may take the subject
+        headers[api.Header.EXPECTED_STREAM.value] = self.channel  # another stream may have the same subject
         number, subject = str(next(self._numbers)), subject_of(self.channel, envelope.type)
         answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = subject, answer
         try:
             await self._client.publish(subject, body, f"{self._answers}.{number}", headers)
         except (NatsError, OSError, TimeoutError) as error:
-            return failed(self, f"Publishing {envelope.id} to", error)
+            return wrap_error(self, f"Publishing {envelope.id} to", error)
         return answer
 
     async def _take_answer(self, message: Msg) -> None:
-        """Give the answer to the future of its message."""
+        """Set the result of the message's future."""
         subject, waiting = self._waiting.pop(message.subject.rpartition(".")[2], ("", None))
         if waiting is not None and not waiting.done():
             waiting.set_result(self._error_in(message, subject))
 
     def _error_in(self, message: Msg, subject: str) -> Exception | None:
-        """The error that the server's answer to a message tells of."""
+        """Return the error in the server's answer to a message, or None."""
         if (message.headers or {}).get("Status") == NO_RESPONDERS:
             if any(covers(pattern, subject) for pattern in self._subjects):
                 return BrokerDown(
                     f"{self.url}: the stream {self.channel!r} does not answer; it may have lost its leader"
                 )
             return BrokerError(
-                f"{self.url}: the stream takes {', '.join(self._subjects)}, which does not include {subject}"
+                f"{self.url}: the stream stores {', '.join(self._subjects)}, which does not match {subject}"
             )
         error = decode_answer(message.data).error
         if error is None:
             return None
-        what = f"Publishing to {self.url} failed: {error.description} (error {error.err_code})"
+        detail = f"Publishing to {self.url} failed: {error.description} (error {error.err_code})"
         # 5xx: the stream is full, or has lost its leader.
-        return BrokerDown(what) if error.code >= 500 else BrokerError(what)
+        return BrokerDown(detail) if error.code >= 500 else BrokerError(detail)
 
     def _result(self, sent: asyncio.Future[Exception | None] | Exception) -> Exception | None:
         if isinstance(sent, Exception):
             return sent
         if sent.done():
             return sent.result()
-        if not self.connects:  # perhaps because of this message, or of one that was sent with it
-            return BrokerError(f"{self.url} has lost its connection before it confirmed the message")
+        if not self.connects:  # maybe because of this message, or of another one in the batch
+            return BrokerError(f"{self.url} has lost the connection before it confirmed the message")
         return BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s")
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
@@ -247,13 +247,13 @@ class NatsBroker(UrlBroker):
 
 
 async def ignore_errors(error: Exception) -> None:
-    """Called by the driver for each error of a connection, which it logs otherwise with a traceback."""
+    """Do nothing.  The driver calls this for each connection error; its default logs a traceback."""
 
 
 class NatsSubscription(Subscription):
     """A durable pull consumer, on a connection of its own.
 
-    The driver's `fetch` waits for a whole batch, so the requests for messages are sent here.
+    The driver's `fetch` waits for a whole batch, so this class sends the requests for messages itself.
     """
 
     def __init__(self, broker: NatsBroker, group: str, prefetch: int) -> None:
@@ -261,7 +261,7 @@ class NatsSubscription(Subscription):
         self.name = UNFIT.sub("_", group)
         self.prefetch = prefetch
         self.client: Client | None = None
-        self.asked = 0  # messages that the server still owes us
+        self.asked = 0  # the number of requested messages that have not come yet
         self.asked_until = 0.0
 
     async def aopen(self) -> None:
@@ -279,7 +279,7 @@ class NatsSubscription(Subscription):
                 await client.close()
                 raise
         except (NatsError, APIError, TimeoutError) as error:
-            raise failed(broker, f"Looking for the consumer {self.name!r} of", error) from error
+            raise wrap_error(broker, f"Looking for the consumer {self.name!r} of", error) from error
         self.client = client
 
     async def _find_or_create(self) -> None:
@@ -307,7 +307,7 @@ class NatsSubscription(Subscription):
         assert self.client is not None
         ends = time.monotonic() + wait
         if not self.client.is_connected:
-            raise BrokerError(f"{self.broker.url} has lost its connection")
+            raise BrokerError(f"{self.broker.url} has lost the connection")
         found: list[Delivery] = []
         while not found:
             left = ends - time.monotonic()
@@ -319,7 +319,7 @@ class NatsSubscription(Subscription):
         return found
 
     async def _ask(self, limit: int, wait: float) -> None:
-        """Ask the server for as many messages as there is room for, unless it owes them already."""
+        """Request messages up to *limit*, less those that are already requested."""
         assert self.client is not None
         now = time.monotonic()
         if now > self.asked_until:
@@ -331,12 +331,12 @@ class NatsSubscription(Subscription):
         try:
             await self.client.publish(place, json.dumps(request).encode(), self.inbox)
         except (NatsError, OSError) as error:
-            raise failed(self.broker, "Asking for messages of", error) from error
+            raise wrap_error(self.broker, "Asking for messages of", error) from error
         self.asked = limit
         self.asked_until = now + wait
 
     async def _next(self, limit: int, wait: float) -> list[Delivery]:
-        """The messages that have come; waits for the first only."""
+        """Return the messages that have come.  Waits only for the first."""
         assert self.client is not None
         found: list[Delivery] = []
         while len(found) < limit and (not found or self.subscription.pending_msgs):
@@ -345,12 +345,12 @@ class NatsSubscription(Subscription):
             except TimeoutError:
                 break
             except NatsError as error:
-                raise failed(self.broker, "Receiving from", error) from error
+                raise wrap_error(self.broker, "Receiving from", error) from error
             if message.reply:
                 self.asked = max(0, self.asked - 1)
                 found.append(NatsDelivery(self, message))
                 continue
-            self.asked = 0  # it says why there are no more messages
+            self.asked = 0  # a status message: the request has ended
             headers = message.headers or {}
             if headers.get("Status") not in PULL_EXPIRED:  # the consumer was deleted, or its leader has changed
                 raise BrokerError(f"{self.broker.url}: the request for messages ended: {headers}")
@@ -358,13 +358,13 @@ class NatsSubscription(Subscription):
         return found
 
     async def stop(self) -> None:
-        """Withdraw the request for messages: the server would answer it with messages that are given back."""
+        """Withdraw the request for messages, or the server would deliver returned messages here again."""
         if self.client is not None:
             try:
                 waiting = await self._next(self.subscription.pending_msgs, 0.01)
                 await self.subscription.unsubscribe()
             except NatsError as error:
-                raise failed(self.broker, "Unsubscribing from", error) from error
+                raise wrap_error(self.broker, "Unsubscribing from", error) from error
             for delivery in waiting:
                 await delivery.nack()
 
@@ -373,7 +373,7 @@ class NatsSubscription(Subscription):
             client, self.client = self.client, None
             try:
                 if client.is_connected:
-                    await client.flush(timeout=5)  # acknowledgements on their way
+                    await client.flush(timeout=5)  # send the last acknowledgements
             except (NatsError, OSError, TimeoutError):
                 pass
             await client.close()
@@ -392,20 +392,20 @@ class NatsDelivery(Delivery):
         self.message = message
 
     async def ack(self) -> None:
-        await self._tell(Msg.Ack.Ack)
+        await self._answer(Msg.Ack.Ack)
 
     async def nack(self, delay: float = 0.0) -> None:
-        told = Msg.Ack.Nak
+        answer = Msg.Ack.Nak
         if delay > 0:
-            told += b' {"delay": %d}' % int(delay * 1e9)
-        await self._tell(told)
+            answer += b' {"delay": %d}' % int(delay * 1e9)
+        await self._answer(answer)
 
     async def extend(self) -> None:
-        await self._tell(Msg.Ack.Progress)
+        await self._answer(Msg.Ack.Progress)
 
-    async def _tell(self, answer: bytes) -> None:
+    async def _answer(self, answer: bytes) -> None:
         subscription = self.subscription
         if subscription.client is None:
             raise BrokerError(f"The subscription to {subscription.broker.url} is closed")
-        told = subscription.client.publish(self.message.reply, answer)
-        await answered(subscription.broker, told, (NatsError, OSError))
+        sending = subscription.client.publish(self.message.reply, answer)
+        await send_answer(subscription.broker, sending, (NatsError, OSError))

@@ -1,4 +1,4 @@
-"""`amqp://host/vhost/payments`: RabbitMQ.  The channel is a topic exchange; each group has a quorum queue bound to it."""
+"""`amqp://host/vhost/payments`: RabbitMQ.  The channel is a topic exchange, with a quorum queue for each group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiormq.exceptions import (
 )
 
 from ...errors import BrokerError
-from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, answered, failed
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, send_answer, wrap_error
 from ..envelope import Envelope, binary, parse_binary
 from ..inbox import DEFAULT_NAME
 
@@ -32,22 +32,22 @@ OPTIONS: dict[str, Any] = {}
 ERRORS = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError)
 MOST_IN_FLIGHT = 500  # publishes that wait for their confirmation
 CLOSING = 5.0  # seconds
-LONGEST = 255  # bytes of a routing key or a message id; the envelope's own are among the headers
+LONGEST = 255  # bytes of a routing key or a message id; the headers have the full type and id
 
 
 class RabbitBroker(UrlBroker):
     """A durable topic exchange, with publisher confirms; the routing key is the envelope's type.
 
-    An exchange keeps nothing by itself.  If no queue is bound when the first message comes, the default group's queue,
-    which has the exchange's name, is created and bound, and the message is sent again.  RabbitMQ recognises no repeated
-    ids; consumers' inboxes do.
+    An exchange stores no messages.  If no queue is bound when the first message comes, the default group's queue, which
+    has the exchange's name, is created and bound, and the message is sent again.  RabbitMQ does not recognise repeated
+    ids, so consumers need an inbox.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
         super().__init__(address, settings)
         self._connection: AbstractConnection | None = None
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is open
-        self._binding: asyncio.Future[None] | None = None  # of the default group's queue, for all messages of one call
+        self._binding: asyncio.Future[None] | None = None  # shared by all messages of one `send`
 
     async def aopen(self) -> None:
         if self._connection is not None and not self._connection.is_closed and not self.exchange.channel.is_closed:
@@ -55,20 +55,20 @@ class RabbitBroker(UrlBroker):
         await self.aclose()
         connection = await self.connected()
         try:
-            async with asyncio.timeout(self.timeout):  # a queue whose leader is not elected yet does not answer
+            async with asyncio.timeout(self.timeout):  # a queue that has no leader yet does not answer
                 channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
                 self.exchange = await self.declared(channel)
-                if self.group:  # so that it gets what is published before its consumers begin
+                if self.group:  # the queue must get messages that are published before its consumers start
                     await self.queue(channel, self.exchange, self.group)
         except BaseException as error:
             await close(connection)
             if not isinstance(error, ERRORS):
                 raise
-            raise failed(self, f"Looking for the exchange {self.channel!r} of", error) from error
+            raise wrap_error(self, f"Looking for the exchange {self.channel!r} of", error) from error
         self._connection = connection
 
     async def connected(self) -> AbstractConnection:
-        """A new connection, to the first of the hosts that answers."""
+        """Connect to the first host that answers."""
         address = self.address
         tls = address.tls()
         error: BaseException | None = None
@@ -89,10 +89,10 @@ class RabbitBroker(UrlBroker):
             except ERRORS as caught:
                 error = caught
         assert error is not None
-        raise failed(self, "The connection to", error) from error
+        raise wrap_error(self, "The connection to", error) from error
 
     async def declared(self, channel: Any) -> Exchange:
-        """The exchange; it is created unless the URL says `create=false`."""
+        """Return the exchange, and create it unless the URL says `create=false`."""
         if not self.address.options["create"]:
             found: Exchange = await channel.get_exchange(self.channel, ensure=True)
             return found
@@ -100,7 +100,7 @@ class RabbitBroker(UrlBroker):
         return made
 
     async def queue(self, channel: Any, exchange: Exchange, group: str) -> Any:
-        """The group's queue, bound to the exchange; it is created unless the URL says `create=false`."""
+        """Return the group's queue.  Create it and bind it to the exchange, unless the URL says `create=false`."""
         name = self.channel if group == DEFAULT_NAME else f"{self.channel}.{group}"
         if not self.address.options["create"]:
             return await channel.get_queue(name, ensure=True)
@@ -118,9 +118,9 @@ class RabbitBroker(UrlBroker):
         self._binding = None
         for first in range(0, len(envelopes), MOST_IN_FLIGHT):
             some = envelopes[first : first + MOST_IN_FLIGHT]
-            if len({shortened(envelope.id) for envelope in some}) == len(some):
+            if len({shorten(envelope.id) for envelope in some}) == len(some):
                 results += await asyncio.gather(*map(self._publish, some))
-            else:  # the driver tells returned messages apart by their ids
+            else:  # the driver needs different ids to tell returned messages apart
                 results += [await self._publish(envelope) for envelope in some]
         return results
 
@@ -130,10 +130,10 @@ class RabbitBroker(UrlBroker):
             body,
             headers=dict(headers),
             content_type=headers.pop("content-type", None),
-            message_id=shortened(envelope.id),
+            message_id=shorten(envelope.id),
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
         )
-        key = shortened(envelope.type)
+        key = shorten(envelope.type)
         try:
             try:
                 await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
@@ -144,24 +144,20 @@ class RabbitBroker(UrlBroker):
                     self._binding = asyncio.ensure_future(self._bind_default_queue())
                 await self._binding
                 await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
-        except TimeoutError:  # it takes no messages while it has too little memory or disk
+        except TimeoutError:  # RabbitMQ takes no messages while it has too little memory or disk
             return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
         except PublishError as error:  # no queue is bound to the exchange
-            return failed(self, f"Publishing {envelope.id} to", error)
-        except (ChannelAccessRefused, DeliveryError) as error:  # a right is missing; or a queue is full, or has failed
+            return wrap_error(self, f"Publishing {envelope.id} to", error)
+        except (ChannelAccessRefused, DeliveryError) as error:  # a right is missing, or a queue is full or has failed
             return BrokerDown(f"{self.url} does not take the message {envelope.id} now: {error}")
-        except (
-            *ERRORS,
-            TypeError,
-            ValueError,
-        ) as error:  # AMQP cannot write it, such as a content type of 300 characters
-            return failed(self, f"Publishing {envelope.id} to", error)
+        except (*ERRORS, TypeError, ValueError) as error:  # the last two if AMQP cannot write the message
+            return wrap_error(self, f"Publishing {envelope.id} to", error)
         return None
 
     async def _bind_default_queue(self) -> None:
         log.warning(
-            "No queue is bound to the exchange %r yet, so the queue %r keeps its messages; a consumer without ?group= "
-            "reads it.  Start consumers with a group before the first message, or give the relay's URL the same group",
+            "No queue is bound to the exchange %r yet, so the queue %r keeps its messages for consumers without ?group=. "
+            "Start consumers with a group before the first message, or give the relay's URL the same group",
             self.channel,
             self.channel,
         )
@@ -172,12 +168,12 @@ class RabbitBroker(UrlBroker):
         return RabbitSubscription(self, group, prefetch)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return text.encode()[:LONGEST].decode(errors="ignore")
 
 
 async def close(connection: AbstractConnection) -> None:
-    """Close the connection, also if the server does not answer any more."""
+    """Close the connection, even if the server does not answer."""
     with suppress(*ERRORS):
         await asyncio.wait_for(connection.close(), CLOSING)
 
@@ -212,11 +208,11 @@ class RabbitSubscription(Subscription):
                 driver: Any = await channel.get_underlay_channel()
                 self.queue, self.driver = queue, driver
         except BaseException as error:
-            await close(connection)  # or the queue's messages would go to a consumer that nobody reads
+            await close(connection)  # or this consumer would still be sent messages, and nothing would read them
             if not isinstance(error, ERRORS):
                 raise
             hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""
-            raise failed(broker, f"Subscribing to {self.broker.channel!r}{hint} of", error) from error
+            raise wrap_error(broker, f"Subscribing to {self.broker.channel!r}{hint} of", error) from error
         self.channel = channel
         self.connection = connection
 
@@ -230,28 +226,28 @@ class RabbitSubscription(Subscription):
             self.changed.clear()
             if self.channel.is_closed:
                 raise BrokerError(f"{self.broker.url} has closed the connection")
-            if self.tag not in self.driver.consumers:  # the queue was deleted, or has failed
+            if self.tag not in self.driver.consumers:  # the queue was deleted or has failed
                 raise BrokerError(f"{self.broker.url} has ended the subscription to the queue {self.queue.name!r}")
             try:
                 await asyncio.wait_for(self.changed.wait(), wait)
             except TimeoutError:
                 return ()
-        if self.channel.is_closed:  # they cannot be acknowledged any more, and come again
+        if self.channel.is_closed:  # RabbitMQ delivers these messages again
             self.arrived.clear()
             raise BrokerError(f"{self.broker.url} has closed the connection")
         return [RabbitDelivery(self, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
 
     async def stop(self) -> None:
-        """Cancel the subscription: RabbitMQ would at once deliver to it again the messages that are given back."""
+        """Cancel the consumer, or RabbitMQ would immediately deliver returned messages here again."""
         if self.connection is None:
             return
         try:
-            async with asyncio.timeout(CLOSING):  # the server may not answer any more
+            async with asyncio.timeout(CLOSING):  # the server may not answer
                 await self.queue.cancel(self.tag)
             while self.arrived:
                 await self.arrived.popleft().nack(requeue=True)
         except ERRORS as error:
-            raise failed(self.broker, "Unsubscribing from", error) from error
+            raise wrap_error(self.broker, "Unsubscribing from", error) from error
 
     async def aclose(self) -> None:
         for task in self.delayed:
@@ -275,12 +271,12 @@ class RabbitDelivery(Delivery):
         self.message = message
 
     async def ack(self) -> None:
-        await answered(self.subscription.broker, self.message.ack(), ERRORS)
+        await send_answer(self.subscription.broker, self.message.ack(), ERRORS)
 
     async def nack(self, delay: float = 0.0) -> None:
-        """RabbitMQ cannot delay a redelivery, so the message stays with this consumer until then."""
+        """Return the message after *delay*.  It stays here until then, because RabbitMQ cannot delay a redelivery."""
         if delay <= 0:
-            await answered(self.subscription.broker, self.message.nack(requeue=True), ERRORS)
+            await send_answer(self.subscription.broker, self.message.nack(requeue=True), ERRORS)
             return
         task = asyncio.create_task(self._nack_later(delay))
         self.subscription.delayed.add(task)
@@ -290,15 +286,15 @@ class RabbitDelivery(Delivery):
         await asyncio.sleep(delay)
         try:
             await self.nack()
-        except BrokerError:  # the connection has ended, and it is delivered again because of that
+        except BrokerError:  # the connection has ended, so the message is delivered again
             return
 
 
 def headers_of(message: AbstractIncomingMessage) -> dict[str, str]:
-    """The CloudEvents attributes, with the content type, which is a property of its own in AMQP."""
+    """Return the headers as text, with the content type, which AMQP keeps apart."""
     headers: dict[str, str] = {}
     for name, value in message.headers.items():
-        if isinstance(value, str | int):  # also a bool; other producers write integers as such
+        if isinstance(value, str | int):  # also a bool; other producers may write integers
             headers[name] = value if isinstance(value, str) else str(value).lower()
     if message.content_type:
         headers["content-type"] = message.content_type

@@ -23,25 +23,25 @@ from ..broker import (
     Delivery,
     Subscription,
     UrlBroker,
-    answered,
     deduplication_id,
-    failed,
+    send_answer,
+    wrap_error,
 )
 from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
 FIELD = b"event"
-# In the error of a message that is larger than the server accepts.  All other errors are of the server's state, rights or
-# settings, because it does not look into messages.
+# In the error for a message that is larger than the server accepts.  All other errors come from the server's state,
+# rights or settings, because Redis does not check messages.
 TOO_LARGE = "Protocol error"
-BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
-LOOK = 0.1  # seconds between two looks for them
+BLOCK = 0.5  # seconds that one read waits, before it looks for overdue deliveries again
+LOOK = 0.1  # seconds between two looks for overdue deliveries
 SWEEP = 10.0  # seconds between two removals of messages that all groups have acknowledged
-GONE = 3600.0  # seconds after which a consumer that has asked for nothing, and has nothing, has crashed
+GONE = 3600.0  # seconds after which an idle consumer without deliveries is taken for crashed
 
-# An id is remembered in a key of its own, in the stream's slot of a cluster.  It is written last: a script that fails in
-# the middle is not rolled back, and an id without its message would be a lost message.  KEYS: the stream, the id's key.
-# ARGV: the body, the milliseconds for which the id is remembered, the stream must exist.
+# Each id is remembered in a key of its own, in the stream's slot of a cluster.  The key is written last: a script that
+# fails midway is not rolled back, and an id without its message would be a lost message.
+# KEYS: the stream, the id's key.  ARGV: the body, the milliseconds to remember the id, "1" if the stream must exist.
 ADD = """
 if ARGV[3] == '1' and redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NOSTREAM the stream does not exist') end
 if redis.call('EXISTS', KEYS[2]) == 1 then return false end
@@ -50,16 +50,17 @@ redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 return id
 """
 
-# Only while the delivery is still this consumer's: another may have taken it over.  XCLAIM with JUSTID counts no delivery.
-# KEYS: the stream.  ARGV: the group, the consumer, the id, the milliseconds that the delivery shall seem to be idle.
+# Sets the idle time of a delivery, unless another consumer has taken it over.  XCLAIM with JUSTID counts no delivery.
+# KEYS: the stream.  ARGV: the group, the consumer, the id, the idle time in milliseconds.
 MOVE = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
 return 1
 """
 
-# In one step: a consumer that was given a message since it was looked at would lose it, because its deliveries go with it.
-# KEYS: the stream.  ARGV: the group, the milliseconds for which a consumer has asked for nothing.
+# Removes crashed consumers.  A script, because a consumer might get a message between the check and its removal, and
+# the message would be removed with it.
+# KEYS: the stream.  ARGV: the group, the least idle time in milliseconds.
 REMOVE_GONE = """
 for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
     local its = {}
@@ -72,9 +73,9 @@ end
 
 
 class RedisStreamBroker(UrlBroker):
-    """A stream.  A script remembers each id for *window* seconds, in the same step that adds the message.
+    """A stream.  The script that adds a message also remembers its id, for *window* seconds.
 
-    "Stored" means what the server is configured for: with `appendfsync always`, a message survives a crash.
+    A stored message is as durable as the server's settings make it: with `appendfsync always` it survives a crash.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
@@ -84,7 +85,8 @@ class RedisStreamBroker(UrlBroker):
             )
         if address.space and not address.space.isdecimal():
             raise ConfigurationError(
-                f"{address.url!r}: {address.space!r} is no number of a database: write redis+stream://host/0/{address.channel}"
+                f"{address.url!r}: {address.space!r} is not the number of a database: "
+                f"write redis+stream://host/0/{address.channel}"
             )
         super().__init__(address, settings)
         self._client: redis.Redis | None = None
@@ -96,11 +98,11 @@ class RedisStreamBroker(UrlBroker):
                 await cast("Awaitable[Any]", client.ping())
             except (RedisError, OSError) as error:
                 await client.aclose()
-                raise failed(self, "The connection to", error) from error
+                raise wrap_error(self, "The connection to", error) from error
             self._client = client
 
     def connected(self) -> redis.Redis:
-        """A new client, which opens its connection when it is first used."""
+        """Return a new client, which connects when it is first used."""
         address = self.address
         [(host, port)] = address.host_and_port(6379)
         tls = {"ssl": True} if address.tls() else {}
@@ -114,7 +116,7 @@ class RedisStreamBroker(UrlBroker):
             password=address.password or None,
             socket_timeout=self.timeout,
             socket_connect_timeout=self.timeout,
-            # Relays and consumers repeat by themselves, and must end soon when they are told to.
+            # Relays and consumers try again by themselves, and must be able to stop soon.
             **{"retry": Retry(NoBackoff(), 0), **tls, **self.settings},
         )
 
@@ -131,11 +133,11 @@ class RedisStreamBroker(UrlBroker):
                     pipeline.eval(ADD, 2, *self._add_arguments(envelope))
                 answers = await pipeline.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
-            return [failed(self, "Publishing to", error)] * len(envelopes)
+            return [wrap_error(self, "Publishing to", error)] * len(envelopes)
         return [self._error(each) if isinstance(each, Exception) else None for each in answers]
 
     def _error(self, error: Exception) -> BrokerError:
-        wrapped = failed(self, "Publishing to", error)
+        wrapped = wrap_error(self, "Publishing to", error)
         return wrapped if TOO_LARGE in str(error) else BrokerDown(wrapped.detail)
 
     def _add_arguments(self, envelope: Envelope) -> tuple[str | bytes | int, ...]:
@@ -148,7 +150,7 @@ class RedisStreamBroker(UrlBroker):
 
 
 class RedisSubscription(Subscription):
-    """A consumer of a group.  Deliveries that their consumer has left for *visibility* seconds are taken over."""
+    """A consumer of a group.  It takes over deliveries that were left unacknowledged for *visibility* seconds."""
 
     def __init__(self, broker: RedisStreamBroker, group: str) -> None:
         self.broker = broker
@@ -158,7 +160,7 @@ class RedisSubscription(Subscription):
         self.visibility = broker.address.options["visibility"]
         self.client: redis.Redis | None = None
         self.swept = time.monotonic()
-        self.looked = 0.0  # when deliveries to take over were last looked for, and how far
+        self.looked = 0.0  # when all overdue deliveries were last looked through; `cursor` is where to continue
         self.cursor: bytes | str = "0-0"
 
     async def aopen(self) -> None:
@@ -177,7 +179,7 @@ class RedisSubscription(Subscription):
                 await client.xinfo_groups(self.stream)
         except (RedisError, OSError) as error:
             await client.aclose()
-            raise failed(broker, f"Looking for the group {self.group!r} of", error) from error
+            raise wrap_error(broker, f"Looking for the group {self.group!r} of", error) from error
         self.client = client
 
     async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
@@ -190,10 +192,10 @@ class RedisSubscription(Subscription):
                     return found
                 await self._sweep()
         except (RedisError, OSError) as error:
-            raise failed(self.broker, "Receiving from", error) from error
+            raise wrap_error(self.broker, "Receiving from", error) from error
 
     async def _overdue(self, limit: int) -> list[Delivery]:
-        """Take over deliveries that a consumer of the group has left unacknowledged for too long."""
+        """Take over deliveries that were left unacknowledged for too long."""
         assert self.client is not None
         if time.monotonic() < self.looked + LOOK:
             return []
@@ -201,7 +203,7 @@ class RedisSubscription(Subscription):
         self.cursor, entries, *_ = await self.client.xautoclaim(
             self.stream, self.group, self.name, min_idle_time=idle, start_id=self.cursor, count=limit
         )
-        if self.cursor == b"0-0":  # that was the end of the list
+        if self.cursor == b"0-0":  # the end of the list
             self.looked = time.monotonic()
         found: list[Delivery] = []
         for id, fields in entries:
@@ -210,7 +212,7 @@ class RedisSubscription(Subscription):
         return found
 
     async def _new(self, limit: int, wait: float) -> list[Delivery]:
-        """The messages that no consumer of the group has been given yet."""
+        """Return messages that were not delivered to the group yet."""
         assert self.client is not None
         answer: Any = await self.client.xreadgroup(
             self.group, self.name, {self.stream: ">"}, count=limit, block=max(1, int(wait * 1000))
@@ -218,7 +220,7 @@ class RedisSubscription(Subscription):
         return [RedisDelivery(self, id, fields, 1) for _, entries in answer or () for id, fields in entries]
 
     async def _sweep(self) -> None:
-        """Now and then, remove the messages that all groups have acknowledged, and consumers that have crashed."""
+        """If it is time, remove messages that all groups have acknowledged, and crashed consumers."""
         if not self.broker.address.options["create"] or time.monotonic() < self.swept + SWEEP:
             return
         assert self.client is not None
@@ -232,13 +234,13 @@ class RedisSubscription(Subscription):
         await self.client.eval(REMOVE_GONE, 1, self.stream, self.group, int(GONE * 1000))
 
     async def move(self, id: bytes, idle: float) -> None:
-        """Let the delivery seem to be idle for *idle* seconds, if it is still this consumer's."""
-        await self.tell("eval", MOVE, 1, self.stream, self.group, self.name, id, int(max(0.0, idle) * 1000))
+        """Set the idle time of a delivery to *idle* seconds, unless another consumer has taken it over."""
+        await self.answer("eval", MOVE, 1, self.stream, self.group, self.name, id, int(max(0.0, idle) * 1000))
 
-    async def tell(self, command: str, *arguments: Any) -> None:
+    async def answer(self, command: str, *arguments: Any) -> None:
         if self.client is None:
             raise BrokerError(f"The subscription to {self.broker.url} is closed")
-        await answered(self.broker, getattr(self.client, command)(*arguments), (RedisError, OSError))
+        await send_answer(self.broker, getattr(self.client, command)(*arguments), (RedisError, OSError))
 
     async def aclose(self) -> None:
         if self.client is not None:
@@ -247,7 +249,7 @@ class RedisSubscription(Subscription):
 
 
 def entry_order(id: bytes) -> tuple[int, int]:
-    """The order of entries, whose ids are a time and a number."""
+    """Return a sort key for an entry's id, which is a time and a number."""
     first, _, second = id.partition(b"-")
     return int(first), int(second or 0)
 
@@ -262,7 +264,7 @@ class RedisDelivery(Delivery):
         self.id = id
 
     async def ack(self) -> None:
-        await self.subscription.tell("xack", self.subscription.stream, self.subscription.group, self.id)
+        await self.subscription.answer("xack", self.subscription.stream, self.subscription.group, self.id)
 
     async def nack(self, delay: float = 0.0) -> None:
         await self.subscription.move(self.id, (self.subscription.visibility or 0.0) - delay)

@@ -25,9 +25,9 @@ from ..broker import (
     Delivery,
     Subscription,
     UrlBroker,
-    answered,
     deduplication_id,
-    failed,
+    send_answer,
+    wrap_error,
 )
 from ..envelope import Envelope, parse_structured, structured
 
@@ -36,18 +36,18 @@ ERRORS = (BotoCoreError, ClientError)
 THREADS = 8
 FIFO_WINDOW = 300.0  # fixed by AWS
 MOST_MESSAGES, MOST_BYTES = 10, 262_144  # in one request
-LONGEST_POLL = 5  # seconds; a server that does not answer any more is waited for that much longer
-LONGEST_DELAY = 43_200.0
-# Words in the codes of errors that say nothing about the message: too many requests, no queue, credentials, keys.
+LONGEST_POLL = 5  # seconds for which one request may wait for messages; added to the read time-out
+LONGEST_DELAY = 43_200.0  # seconds; fixed by AWS
+# Words in the codes of errors for which no message is at fault: too many requests, no queue, credentials, KMS keys.
 FOR_NOW = ("Throttl", "OverLimit", "Queue", "AccessDenied", "Expired", "Token", "Signature", "Credential", "Kms")
 NAME = re.compile(r"[0-9A-Za-z_-]{1,80}(\.fifo)?")
 FIT = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
 
 class SqsBroker(UrlBroker):
-    """A queue.  Credentials are those of the URL, or those that boto3 finds by itself.
+    """A queue.  The credentials are from the URL, or found by boto3.
 
-    A queue serves one group: whatever the group's name is, all consumers of the queue share its messages.
+    A queue has one group: all consumers of the queue share its messages, whatever their group's name is.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
@@ -71,10 +71,10 @@ class SqsBroker(UrlBroker):
             await self.call(self._find_or_create)
         except ERRORS as error:
             await self.aclose()
-            raise failed(self, f"Looking for the queue {self.channel!r} of", error) from error
+            raise wrap_error(self, f"Looking for the queue {self.channel!r} of", error) from error
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Call a function of boto3's on a thread."""
+        """Call a boto3 function on a thread."""
         if self._threads is None:
             raise BrokerError(f"{self.url} is closed")
         loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class SqsBroker(UrlBroker):
             connect_timeout=options["timeout"],
             read_timeout=options["timeout"] + LONGEST_POLL,
             max_pool_connections=2 * THREADS,
-            retries={"total_max_attempts": 1},  # relays and consumers repeat by themselves
+            retries={"total_max_attempts": 1},  # relays and consumers try again by themselves
         )
         verify = {"verify": options["tls_ca"]} if options["tls_ca"] else {}
         self.sqs = session.client(
@@ -114,9 +114,9 @@ class SqsBroker(UrlBroker):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        batches = batched([self._entry(number, envelope) for number, envelope in enumerate(envelopes)])
+        batches = make_batches([self._entry(number, envelope) for number, envelope in enumerate(envelopes)])
         results: dict[str, Exception | None] = {}
-        if self.fifo:  # one after the other, in the order of their subjects
+        if self.fifo:  # one batch after the other, to keep the order of subjects
             for batch in batches:
                 results |= await self._send(batch)
         else:
@@ -127,24 +127,23 @@ class SqsBroker(UrlBroker):
     def _entry(self, number: int, envelope: Envelope) -> dict[str, Any]:
         entry: dict[str, Any] = {"Id": str(number), "MessageBody": structured(envelope).decode()}
         if self.fifo:
-            entry["MessageDeduplicationId"] = fitting(deduplication_id(envelope, self.channel))
-            entry["MessageGroupId"] = fitting(
-                envelope.subject or envelope.id
-            )  # without a subject, nothing waits for it
+            entry["MessageDeduplicationId"] = fit_id(deduplication_id(envelope, self.channel))
+            # Without a subject, the message is alone in its group, so no other waits for it.
+            entry["MessageGroupId"] = fit_id(envelope.subject or envelope.id)
         return entry
 
     async def _send(self, entries: list[dict[str, Any]]) -> dict[str, Exception | None]:
         try:
             answer = await self.call(self.sqs.send_message_batch, QueueUrl=self.queue, Entries=entries)
         except ERRORS as error:
-            wrapped = failed(self, "Publishing to", error)
+            wrapped = wrap_error(self, "Publishing to", error)
             if is_for_now(error):
                 wrapped = BrokerDown(wrapped.detail)
             return {entry["Id"]: wrapped for entry in entries}
         results: dict[str, Exception | None] = {each["Id"]: None for each in answer.get("Successful", ())}
         for each in answer.get("Failed", ()):
-            said = f"Publishing to {self.url} failed: {each.get('Code')} {each.get('Message', '')}"
-            results[each["Id"]] = BrokerError(said) if each.get("SenderFault", True) else BrokerDown(said)
+            detail = f"Publishing to {self.url} failed: {each.get('Code')} {each.get('Message', '')}"
+            results[each["Id"]] = BrokerError(detail) if each.get("SenderFault", True) else BrokerDown(detail)
         return results
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
@@ -152,16 +151,16 @@ class SqsBroker(UrlBroker):
 
 
 def is_for_now(error: Exception) -> bool:
-    """Whether the error says nothing about the message: SQS cannot be reached, has failed, or does not let us in."""
+    """Whether no message is at fault: SQS cannot be reached, has failed, or refuses our credentials."""
     if not isinstance(error, ClientError):
         return not isinstance(error, ParamValidationError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    code = error.response.get("Error", {}).get("Code", "").rpartition(".")[2]  # some begin with AWS.SimpleQueueService
+    code = error.response.get("Error", {}).get("Code", "").rpartition(".")[2]  # without the prefix of some
     return status >= 500 or status in (401, 403, 429) or any(word in code for word in FOR_NOW)
 
 
-def batched(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The entries in requests that SQS accepts.  It refuses an entry that is too large, alone."""
+def make_batches(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Divide the entries into requests that SQS accepts.  An entry that is too large is alone in its request."""
     batches: list[list[dict[str, Any]]] = []
     size = MOST_BYTES
     for entry in entries:
@@ -174,15 +173,15 @@ def batched(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return batches
 
 
-def fitting(text: str) -> str:
-    """The text, or its digest if SQS would not accept it as an id."""
+def fit_id(text: str) -> str:
+    """Return the text, or its digest if SQS would not accept the text as an id."""
     if len(text) <= 128 and FIT.issuperset(text):
         return text
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class SqsSubscription(Subscription):
-    """Long polls of the queue."""
+    """A subscription that polls the queue, and waits for messages in each request (long polling)."""
 
     def __init__(self, broker: SqsBroker) -> None:
         self.broker = broker
@@ -203,12 +202,13 @@ class SqsSubscription(Subscription):
                 AttributeNames=["ApproximateReceiveCount"],
             )
         except ERRORS as error:
-            raise failed(broker, "Receiving from", error) from error
+            raise wrap_error(broker, "Receiving from", error) from error
         return [SqsDelivery(self, message) for message in answer.get("Messages", ())]
 
-    async def tell(self, function: Callable[..., Any], receipt: str, **more: Any) -> None:
-        told = self.broker.call(function, QueueUrl=self.broker.queue, ReceiptHandle=receipt, **more)
-        await answered(self.broker, told, ERRORS)
+    async def answer(self, function: Callable[..., Any], receipt: str, **more: Any) -> None:
+        """Call a boto3 function for a delivery."""
+        call = self.broker.call(function, QueueUrl=self.broker.queue, ReceiptHandle=receipt, **more)
+        await send_answer(self.broker, call, ERRORS)
 
     async def aclose(self) -> None:
         return
@@ -225,7 +225,7 @@ class SqsDelivery(Delivery):
         self.receipt: str = message["ReceiptHandle"]
 
     async def ack(self) -> None:
-        await self.subscription.tell(self.subscription.broker.sqs.delete_message, self.receipt)
+        await self.subscription.answer(self.subscription.broker.sqs.delete_message, self.receipt)
 
     async def nack(self, delay: float = 0.0) -> None:
         await self._set_visibility(delay)
@@ -235,4 +235,4 @@ class SqsDelivery(Delivery):
 
     async def _set_visibility(self, seconds: float) -> None:
         change = self.subscription.broker.sqs.change_message_visibility
-        await self.subscription.tell(change, self.receipt, VisibilityTimeout=math.ceil(min(seconds, LONGEST_DELAY)))
+        await self.subscription.answer(change, self.receipt, VisibilityTimeout=math.ceil(min(seconds, LONGEST_DELAY)))

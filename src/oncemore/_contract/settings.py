@@ -262,7 +262,7 @@ class Settings(TypedDict, total=False):
         "lists of members of the body")]
     ttl: Annotated[float | str, Setting(read=positive_span,
         doc="how long the outcome is kept: longer than anyone retries")]
-    ttl_from: Annotated[TtlFrom, Setting(doc="counted from the creation, or from the last replay")]
+    ttl_from: Annotated[TtlFrom, Setting(doc="counted from the time at which the outcome was stored, or from the last replay")]
     expired: Annotated[Expired, Setting(doc="expired records are deleted, or archived for the audit")]
     lease: Annotated[float | str, Setting(read=positive_span,
         doc="how long a silent holder keeps the right to perform; renewed while it works")]

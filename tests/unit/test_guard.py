@@ -626,7 +626,7 @@ def test_return_annotation_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("wrap", [lambda kind: kind, lambda kind: list[kind] | kind, lambda kind: Annotated[kind, []]])
 def test_return_annotations_of_equal_names_are_kept_apart(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "MOST_NAMED", 2)
+    monkeypatch.setattr(guard_module, "MOST_WITH_TYPES", 2)
     with Guard("memory://", cache=0) as guard:
         for number in range(4):
             kind, perform = new_performer(wrap)

@@ -60,7 +60,7 @@ def test_result_that_cannot_be_checkpointed_is_refused_at_once(guard: Guard, cal
     def perform(op: Op) -> Performing:
         yield take(op, "lock", object)
 
-    with pytest.raises(ConfigurationError, match="'lock' gave what cannot be checkpointed"):
+    with pytest.raises(ConfigurationError, match="'lock' returned a value that cannot be stored"):
         call(guard, perform)
 
 
@@ -262,7 +262,7 @@ def test_request_that_cannot_be_kept_is_named_in_the_log(guard: Guard, caplog: p
     run(attempt.release())
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith(
-        "orders.pay: only the caller can finish it after a crash, because its request cannot be kept: A"
+        "orders.pay: only the caller can finish it after a crash, because its request cannot be stored: A"
     )
 
 

@@ -225,7 +225,7 @@ def test_without_a_transaction_there_is_no_session() -> None:
 def test_a_driver_that_can_only_be_awaited_says_so() -> None:
     async def awaited() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="await it"):
+    with pytest.raises(ConfigurationError, match="await the call"):
         Do(None, awaited).run()
 
 

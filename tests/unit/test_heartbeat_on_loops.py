@@ -1,4 +1,4 @@
-"""The heartbeat on event loops: the same promise, kept by one timer per loop."""
+"""The heartbeat on event loops: one timer per loop renews leases in time."""
 
 from __future__ import annotations
 

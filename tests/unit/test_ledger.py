@@ -94,7 +94,9 @@ async def test_to_resolve_is_to_decide(guard: Guard, verb: Verb) -> None:
 
 
 @pytest.mark.parametrize(("key", "refusal"), [("done", NotResolvable), ("stranger", NotFound)])
-async def test_only_what_is_in_doubt_is_resolved(guard: Guard, verb: Verb, key: str, refusal: type[Exception]) -> None:
+async def test_only_an_unknown_outcome_is_resolved(
+    guard: Guard, verb: Verb, key: str, refusal: type[Exception]
+) -> None:
     perform(guard, "done")
     with pytest.raises(refusal):
         await verb("resolve", "s", key, Resolution.released())

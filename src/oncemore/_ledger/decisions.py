@@ -117,7 +117,7 @@ def shown(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def is_over(record: Record) -> bool:
+def is_free(record: Record) -> bool:
     """Whether the same request may claim the record, because it was released or its lease is over."""
     return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
 

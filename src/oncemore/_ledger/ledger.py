@@ -16,7 +16,7 @@ from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, CorruptRecord, Fenced, OncemoreError, StoreError
-from .decisions import Answer, check, in_progress, is_over, outcome_unknown, replay
+from .decisions import Answer, check, in_progress, is_free, outcome_unknown, replay
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import UNREADABLE, Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES, Store
@@ -91,7 +91,7 @@ class Ledger:
         Raises if the record is held, or of another request.
         """
         check(operation, found.fingerprint)
-        if is_over(found):  # free, but with an older fingerprint of the same request: claim with the stored one
+        if is_free(found):  # free, but with an older fingerprint of the same request: claim with the stored one
             former = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
             again = yield from self.store.claim(former, lease=policy.lease)
             return again if isinstance(again, Lease) else (yield from self._judge(again, operation, policy))

@@ -16,7 +16,7 @@ from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
 from .attempt import LeaseAttempt, Performer, end_unique
 from .context import Op
-from .decisions import Answer, check, in_progress, is_over, outcome_unknown
+from .decisions import Answer, check, in_progress, is_free, outcome_unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Stale, Transaction
@@ -144,7 +144,7 @@ class TransactionAttempt(LeaseAttempt):
     def _answer_or_wait(self, record: Record) -> Plan[Answer | None]:
         """Return the answer to a duplicate; None to claim again, after a pause if the operation is running."""
         check(self.operation, record.fingerprint)
-        if is_over(record):  # free, but with an older fingerprint of the same request: claim with the stored one
+        if is_free(record):  # free, but with an older fingerprint of the same request: claim with the stored one
             self.operation = msgspec.structs.replace(self.operation, fingerprint=record.fingerprint)
             return None
         if record.state == "held":

@@ -82,7 +82,7 @@ class Op:
         return transaction
 
     def borrowed(self, what: str) -> Transaction:
-        """Return the transaction, or raise ConfigurationError: *what* needs one."""
+        """Return the transaction, or raise ConfigurationError that names *what* needs it."""
         if self.transaction is None:
             raise ConfigurationError(f"{what} needs a transaction: write effect = 'transaction' in the rule or policy")
         return self.transaction

@@ -21,7 +21,7 @@ HELD: State = "held"
 TRANSITIONS: dict[tuple[str, Verb], str] = {
     ("absent", "claim"): RUNNING,
     ("released", "claim"): RUNNING,
-    ("lapsed", "claim"): RUNNING,  # a takeover: the token grows, and the guard asks the rule's on_unknown what to do
+    ("lapsed", "claim"): RUNNING,  # a takeover: the token grows, and the policy's on_unknown decides
     ("running", "renew"): RUNNING,
     ("running", "settle"): SETTLED,
     ("running", "release"): RELEASED,

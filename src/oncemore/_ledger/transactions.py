@@ -58,7 +58,7 @@ class TransactionAdapter(Protocol):
     """
 
     @property
-    def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
+    def connection(self) -> Any: ...  # for the performer; None before `begin` and after the end
     @property
     def awaited(self) -> bool: ...  # whether the performer must await the connection's methods
 
@@ -114,7 +114,7 @@ class Transaction(Protocol):
 
     @property
     def connection(self) -> Any:
-        """The connection that is lent to the performer."""
+        """The connection for the performer."""
         return self._opened.connection
 
     @property
@@ -123,7 +123,7 @@ class Transaction(Protocol):
         return self._adapter.awaited
 
     def session(self, **options: Any) -> Any:
-        """An ORM session in the transaction, if the adapter has sessions."""
+        """Return an ORM session in the transaction; raise ConfigurationError if the adapter has no sessions."""
         make = getattr(self._opened, "session", None)
         if make is None:
             raise ConfigurationError("op.session() needs SQLAlchemy: give the guard an Engine, as in Guard(engine)")

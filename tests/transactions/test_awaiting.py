@@ -86,7 +86,7 @@ async def test_plain_step_with_unawaited_statements_leaves_no_checkpoint(shop: S
             "book", lambda connection: bool(connection.execute("INSERT INTO refunds VALUES ('r', '')"))
         )
 
-    with pytest.raises(ConfigurationError, match="of step 'book' was lent a connection that must be awaited"):
+    with pytest.raises(ConfigurationError, match="of step 'book' used a connection that must be awaited"):
         await shop.guard.arun(ASKED, pay, policy=POLICY.but(effect="steps"))
 
 

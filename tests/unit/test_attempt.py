@@ -1,4 +1,4 @@
-"""One attempt at an operation: what each of its ends leaves in the ledger, on all three levels."""
+"""One attempt at an operation: the record that each of its ends leaves in the ledger, on all three levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delays: each jitter over ten thousand samples, and the laws that hold for all of them."""
+"""Delays: each jitter over ten thousand samples, and the properties of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache: settled outcomes are replayed from this process for as long as they may be trusted, within a limit."""
+"""The cache: settled outcomes are replayed from this process for at most a minute, within a limit of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canonical form of JSON: what counts as the same text, what does not, and what has no form at all."""
+"""The canonical form of JSON: texts that are equal, texts that differ, and texts that have no canonical form."""
 
 from __future__ import annotations
 

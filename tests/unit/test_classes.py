@@ -1,4 +1,4 @@
-"""The classes of results: what annotations name, and names that are the same if a module is run, imported or spawned."""
+"""The classes of results: those in annotations, and their names, equal if a module is run, imported or spawned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock: this machine's, read in one place."""
+"""The system clock."""
 
 import ast
 import time

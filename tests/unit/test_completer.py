@@ -1,4 +1,4 @@
-"""Unfinished operations are finished from the requests that were kept, by any completer that finds them."""
+"""Unfinished operations are finished from their stored requests, by any completer that finds them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_one_that_fails_does_not_stop_the_others(guard: Guard, call: Caller) -> 
     assert round() == Tally(failing=1)
 
 
-def test_only_so_many_run_at_once(guard: Guard, call: Caller) -> None:
+def test_completer_runs_no_more_than_its_limit_side_by_side(guard: Guard, call: Caller) -> None:
     for number in range(9):
         leave(guard, call, Shop("after charge"), asked(str(number)))
     now, most = 0, 0
@@ -346,7 +346,7 @@ def test_a_completer_without_a_policy_has_the_guards() -> None:
     ],
 )
 def test_a_completer_that_could_do_no_good_is_refused(guard: Guard, options: dict[str, Any], message: str) -> None:
-    """Under another level's policy, what is unfinished would be held as unknown; with no room, nobody would ever begin."""
+    """Under another level's policy, unfinished operations would be held; with at_once = 0, none would ever begin."""
     with pytest.raises(ConfigurationError, match=message):
         Completer(guard, {"orders.pay": lambda op, request: None}, **{"policy": POLICY, **options})
 

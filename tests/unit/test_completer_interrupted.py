@@ -24,7 +24,7 @@ def asked(key: str) -> Operation:
     return Operation("customer-1", key, "same", "orders.pay", request=lambda: "the request")
 
 
-def test_an_interrupted_round_ends_with_what_it_has_begun() -> None:
+def test_interrupted_round_finishes_the_operations_that_have_begun() -> None:
     guard = Guard("memory://", policy=POLICY)
     begun: list[str] = []
 

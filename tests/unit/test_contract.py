@@ -170,7 +170,7 @@ def test_one_error_lists_every_fault_with_its_place_and_fix():
     assert len(lines) == len(expected) + 1
 
 
-def test_lines_are_left_out_where_they_are_not_certain():
+def test_line_numbers_are_left_out_if_uncertain():
     lines = faults_of("rule = [{ match = 'POST /x', ttl = 'soon' }]")
     assert lines[0].startswith("oncemore.toml: rule 1 'POST /x': ttl: 'soon'")
 
@@ -274,7 +274,7 @@ def test_request_gets_its_rule_and_parameters():
         ("pass", "POST", False),
     ],
 )
-def test_what_happens_to_undeclared_requests_is_said(undeclared, method, guarded):
+def test_setting_decides_whether_undeclared_requests_are_guarded(undeclared, method, guarded):
     contract = Contract(Rule("POST /a"), undeclared=undeclared)
     found = contract.match(method, "/other/")
     assert (found is not None) is guarded
@@ -352,7 +352,7 @@ def test_rules_are_added_all_or_none():
     assert contract.match("POST", "/b").declared is False
 
 
-def test_rule_may_reverse_one_that_is_added_later():
+def test_rule_may_reverse_a_rule_added_later():
     contract = Contract()
     contract.add(Rule("POST /refunds", name="refunds", reverses="payments"))
     with pytest.raises(ConfigurationError, match="reverses 'payments'"):
@@ -362,7 +362,7 @@ def test_rule_may_reverse_one_that_is_added_later():
 
 
 def test_readers_see_whole_tables_while_rules_are_added():
-    """Each match is by the rules of one moment: what was there stays there, and nothing half-added is seen."""
+    """Each match sees the rules of one moment: all earlier rules, and no rule that is half added."""
     contract = Contract(Rule("POST /0/{x}"))
     done, wrong = threading.Event(), []
 

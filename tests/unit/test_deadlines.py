@@ -48,7 +48,7 @@ async def test_deadline_passes_cancellation_from_elsewhere_on() -> None:
         await task
 
 
-async def test_deadline_and_cancellation_at_once_is_cancellation() -> None:
+async def test_deadline_and_cancellation_together_are_a_cancellation() -> None:
     async def stubborn() -> None:
         try:
             await asyncio.sleep(30)

@@ -1,4 +1,4 @@
-"""Defence in depth: one payment per order whatever the key, suspicious twins, and keys too old to judge."""
+"""Defence in depth: one payment per order whatever the key, twins, and keys that are too old."""
 
 import asyncio
 import time
@@ -132,7 +132,7 @@ def test_a_payment_that_a_resolver_found_belongs_to_who_asked(guard, call) -> No
 
 @pytest.mark.parametrize("awaits", [False, True])
 def test_other_key_cannot_resolve_an_unknown_order(guard, awaits) -> None:
-    """The provider is asked by what the payer's own key is derived from, and that is not known to another key."""
+    """The provider knows a key derived from the payer's own key, which another key does not know."""
     provider: dict[str, Outcome] = {}
     call = Caller(asyncio.Runner() if awaits else None)
 
@@ -288,7 +288,7 @@ def test_twin_of_unkept_response_is_refused(guard, call) -> None:
     assert effect.count == 1
 
 
-def test_a_twin_of_one_that_still_runs_is_refused(guard, call) -> None:
+def test_twin_of_a_running_operation_is_refused(guard, call) -> None:
     policy = Policy(suspect="replay")
     call(guard, request("k0"), Effect(), policy=policy)
     guard.delete("pay|alice", "k0")
@@ -348,7 +348,7 @@ def test_an_old_key_whose_outcome_is_still_there_replays(guard, call) -> None:
 
 @pytest.mark.parametrize(("status", "state"), [(201, "settled"), (402, "settled"), (503, "released")])
 async def test_cancel_while_settling_unique_leaves_no_doubt(tmp_path: Path, status: int, state: str) -> None:
-    """The outcome is known, and is written for the order all the same: its own key must not be held for a person."""
+    """The outcome is known, and is written for the order too, so its own key must not be held."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}?thread=always")
 
     async def pay_and_be_cancelled(op: Op) -> Outcome:
@@ -403,7 +403,7 @@ def test_abandoned_payment_is_unknown_after_its_lease(guard) -> None:
 
 
 async def test_cancel_while_waiting_for_unique_does_nothing(guard, events) -> None:
-    """Its key is not in doubt: another's payment was what it waited for."""
+    """Its key is not in doubt, because it waited for another key's payment."""
     paying, paid = asyncio.Event(), asyncio.Event()
 
     async def pay_slowly(op: Op) -> Outcome:

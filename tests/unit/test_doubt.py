@@ -1,4 +1,4 @@
-"""`doubt`: after a time-out nobody knows whether the effect happened, so it goes the way of a crash."""
+"""`doubt`: after a time-out the outcome is unknown, so it is handled as after a crash."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_an_interruption_in_an_observer_is_not_swallowed() -> None:
         tell_all([interrupt], EVENT)
 
 
-def test_an_event_cannot_be_changed_by_those_who_see_it() -> None:
+def test_observer_cannot_change_an_event() -> None:
     with pytest.raises(AttributeError):
         EVENT.token = 4  # type: ignore[misc]
     assert msgspec.structs.asdict(EVENT)["token"] == 3

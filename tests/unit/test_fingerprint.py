@@ -1,4 +1,4 @@
-"""Fingerprints of requests: what repeats a request, what does not, and how a stored one is compared after an upgrade."""
+"""Fingerprints of requests: equal and different requests, and stored fingerprints after an upgrade."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_any_request_has_a_fingerprint_and_matches_it(fingerprinter: Fingerprint
 
 
 def test_half_a_character_anywhere_has_a_defined_answer() -> None:
-    """A path may come decoded, with what was no UTF-8 kept as lone surrogates."""
+    """A path may come decoded, with bytes that are not UTF-8 as lone surrogates."""
     request = ("POST", "/\ud800", "a=\udcff", "text/\udfff", b"{}")
     fingerprinter = Fingerprinter()
     stored = fingerprinter.fingerprint(*request)
@@ -286,7 +286,7 @@ ROTATION = [(), (OLD,), (OLD, NEW), (NEW, OLD)]
 
 @given(requests, st.integers(0, 3), st.integers(0, 3), st.sampled_from(["canonical", "raw"]))
 def test_secrets_may_be_added_and_rotated_at_any_time(request: Any, before: int, after: int, mode: Any) -> None:
-    """A later list of secrets verifies what an earlier one signed, also from one mode to the other."""
+    """A later list of secrets verifies the fingerprints of an earlier list, also after a change of mode."""
     earlier, later = sorted((before, after))
     stored = Fingerprinter(secrets=ROTATION[earlier]).fingerprint(*request)
     assert Fingerprinter(secrets=ROTATION[later], mode=mode).matches(stored, *request)
@@ -327,7 +327,7 @@ def test_body_nested_too_deep_is_compared_by_its_bytes(depth: int, algorithm: st
         {"secrets": [NEW, b"too short"]},
     ],
 )
-def test_wrong_setting_is_refused_at_once(settings: dict[str, Any]) -> None:
+def test_wrong_setting_is_refused_when_it_is_made(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Fingerprinter(**settings)
 

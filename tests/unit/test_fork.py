@@ -1,4 +1,4 @@
-"""Forks: the child resets its things, and files that were in use are refused there."""
+"""Forks: the child resets inherited objects, and refuses files that were in use."""
 
 from __future__ import annotations
 

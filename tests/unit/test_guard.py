@@ -39,7 +39,7 @@ CREATED = Outcome("response", 201, (("location", "/refunds/1"),), b'{"id": 1}')
 
 @dataclass
 class Effect:
-    """A performer that counts itself, and gives what it is told to."""
+    """A performer that counts its calls, and returns the value that it is given."""
 
     results: list[Any] = field(default_factory=lambda: [CREATED])
     count: int = 0
@@ -59,7 +59,7 @@ def kinds(events: list[Event]) -> list[str]:
 # Twice
 
 
-def test_the_second_call_gets_the_first_ones_outcome(guard, call, events) -> None:
+def test_second_call_gets_the_first_outcome(guard, call, events) -> None:
     effect = Effect()
     first, second = (call(guard, OPERATION, effect) for _ in range(2))
     assert effect.count == 1
@@ -102,7 +102,7 @@ def test_other_payload_is_refused_while_running_and_after_failure(guard, call) -
 
 @pytest.mark.parametrize("refusal", [InProgress("of an operation within it"), ProviderDuplicate("the bank knows it")])
 def test_refusal_raised_by_performer_keeps_the_keys_payload(guard, call, refusal) -> None:
-    """Who knows what it had done by then."""
+    """The performer may have taken effect before it raised."""
     with pytest.raises(type(refusal)):
         call(guard, OPERATION, Effect([refusal]))
     effect = Effect()
@@ -130,7 +130,7 @@ def test_two_scopes_with_one_key_are_two_operations(guard, call) -> None:
 @pytest.mark.parametrize(
     ("on_duplicate", "outcome"), [("ok", Outcome("response", 200)), ("replay", CREATED), ("reject", Duplicate)]
 )
-def test_a_duplicate_gets_what_the_rule_says(guard, call, on_duplicate, outcome) -> None:
+def test_duplicate_gets_the_answer_of_on_duplicate(guard, call, on_duplicate, outcome) -> None:
     policy = Policy(on_duplicate=on_duplicate)
     call(guard, OPERATION, Effect(), policy=policy)
     if outcome is Duplicate:
@@ -187,7 +187,7 @@ def test_an_answer_that_is_final_is_kept(guard, call, status) -> None:
     assert [call(guard, OPERATION, effect).how for _ in range(2)] == ["stored", "replayed"]
 
 
-def test_a_keep_function_that_fails_leads_to_no_second_effect(guard, call) -> None:
+def test_failing_keep_function_causes_no_second_effect(guard, call) -> None:
     effect = Effect()
     policy = Policy(keep=lambda outcome: 1 / 0)
     assert [call(guard, OPERATION, effect, policy=policy).how for _ in range(2)] == ["stored", "replayed"]
@@ -196,7 +196,7 @@ def test_a_keep_function_that_fails_leads_to_no_second_effect(guard, call) -> No
 # Two at once
 
 
-def test_ten_at_once_and_one_performs(guard) -> None:
+def test_one_of_ten_concurrent_threads_performs(guard) -> None:
     """With threads."""
     effect = Effect()
 
@@ -211,7 +211,7 @@ def test_ten_at_once_and_one_performs(guard) -> None:
     assert {answer.outcome for answer in answers} == {CREATED}
 
 
-async def test_ten_tasks_at_once_and_one_performs(guard) -> None:
+async def test_one_of_ten_concurrent_tasks_performs(guard) -> None:
     """With tasks."""
     effect = Effect()
 
@@ -225,7 +225,7 @@ async def test_ten_tasks_at_once_and_one_performs(guard) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["conflict", "accepted"])
-def test_duplicate_without_wait_is_told_retry_after(guard, call, in_flight) -> None:
+def test_duplicate_without_wait_gets_retry_after(guard, call, in_flight) -> None:
     run(guard.store.claim(OPERATION, lease=30))
     with pytest.raises(InProgress) as refused:
         call(guard, OPERATION, Effect(), policy=Policy(in_flight=in_flight))
@@ -263,7 +263,7 @@ def test_a_waiter_whose_owner_vanished_takes_over(guard, call) -> None:
     assert call(guard, OPERATION, Effect(), policy=Policy(on_unknown="retry")).attempt == 2
 
 
-def test_a_waiter_is_told_of_a_hold(guard, call) -> None:
+def test_waiter_is_refused_when_the_operation_is_held(guard, call) -> None:
     lease = run(guard.store.claim(OPERATION, lease=30))
     threading.Timer(0.05, lambda: run(guard.store.hold(lease))).start()
     with pytest.raises(UnknownOutcome):
@@ -310,8 +310,8 @@ async def test_a_coroutine_longer_than_its_lease_keeps_it(guard, events) -> None
     assert "renewed" in kinds(events)
 
 
-def test_a_late_owner_answers_with_what_the_other_settled(guard, call, events) -> None:
-    """Its own outcome is refused, and the client gets the one that counts."""
+def test_late_owner_answers_with_its_successors_outcome(guard, call, events) -> None:
+    """Its own outcome is refused, and the client gets the successor's."""
     clock = Clock(guard.store)
     winner = Outcome("response", 201, (), b"winner")
 
@@ -362,7 +362,7 @@ def test_a_lost_lease_is_noticed_by_the_heartbeat(guard, events) -> None:
     assert "fenced" in kinds(events)
 
 
-def test_a_renewal_that_meets_its_own_settling_is_no_alarm(guard, events) -> None:
+def test_renewal_that_meets_its_own_settle_emits_no_fenced(guard, events) -> None:
     """It was under way when the performer ended, and came second."""
     sent, settled, plain = threading.Event(), threading.Event(), guard.store.renew
 
@@ -586,7 +586,7 @@ def test_store_that_refuses_the_tombstone_is_reported(guard, call, monkeypatch) 
 
 
 def test_settings_in_the_policys_place_are_told() -> None:
-    """The rules of a middleware have policies of their own, so nobody would notice the mistake."""
+    """The rules of a middleware have their own policies, so the mistake would go unnoticed."""
     with pytest.raises(ConfigurationError, match="policy is a dict: make a Policy"):
         Guard("memory://", policy={"ttl": "7d"})  # type: ignore[arg-type]
 
@@ -626,7 +626,7 @@ def test_return_annotation_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("wrap", [lambda kind: kind, lambda kind: list[kind] | kind, lambda kind: Annotated[kind, []]])
 def test_return_annotations_of_equal_names_are_kept_apart(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "MOST_NAMED", 2)
+    monkeypatch.setattr(guard_module, "MOST_WITH_TYPES", 2)
     with Guard("memory://", cache=0) as guard:
         for number in range(4):
             kind, perform = new_performer(wrap)

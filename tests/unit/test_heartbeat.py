@@ -1,4 +1,4 @@
-"""The heartbeat: leases are renewed in time for as long as their holders work, and not a moment longer."""
+"""The heartbeat: leases are renewed in time while their holders work, and no longer."""
 
 from __future__ import annotations
 

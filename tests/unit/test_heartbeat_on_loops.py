@@ -1,4 +1,4 @@
-"""The heartbeat on event loops: the same promise, kept by one timer per loop."""
+"""The heartbeat on event loops: one timer per loop renews leases in time."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_lease_ended_by_thread_keeps_the_timer_of_others(ledger: Ledger, e
     def close_streams() -> None:
         while not over.is_set():
             renewal = ledger.renewal(LONG, "stream")
-            renewal.among = timer.renewals
+            renewal.group = timer.renewals
             timer.renewals.add(renewal)
             renewal.stop()
 

@@ -104,7 +104,7 @@ def test_length_is_counted_after_unquoting():
 
 
 def test_hopelessly_long_key_is_refused_before_it_is_read():
-    """Its length is what is wrong with it, though it is not ASCII and not closed either."""
+    """The error names its length, though it is neither ASCII nor closed."""
     with pytest.raises(InvalidKey, match="too long"):
         parse_key(['"' + "é" * 1_000_000])
 

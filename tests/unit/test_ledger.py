@@ -88,13 +88,15 @@ async def test_what_did_not_happen_is_released_and_performed(guard: Guard, verb:
 
 async def test_to_resolve_is_to_decide(guard: Guard, verb: Verb) -> None:
     hold(guard, "k")
-    with pytest.raises(ConfigurationError, match="To resolve is to decide"):
+    with pytest.raises(ConfigurationError, match="decides nothing"):
         await verb("resolve", "s", "k", Resolution.unknown())
     assert (await verb("find", "s", "k")).state == "held"
 
 
 @pytest.mark.parametrize(("key", "refusal"), [("done", NotResolvable), ("stranger", NotFound)])
-async def test_only_what_is_in_doubt_is_resolved(guard: Guard, verb: Verb, key: str, refusal: type[Exception]) -> None:
+async def test_only_an_unknown_outcome_is_resolved(
+    guard: Guard, verb: Verb, key: str, refusal: type[Exception]
+) -> None:
     perform(guard, "done")
     with pytest.raises(refusal):
         await verb("resolve", "s", key, Resolution.released())

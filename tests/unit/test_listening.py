@@ -154,7 +154,7 @@ def test_listener_without_threads_at_interpreter_exit_does_nothing(monkeypatch: 
     assert listener._thread is None
 
 
-def test_listeners_that_start_at_once_share_a_thread() -> None:
+def test_concurrent_listens_share_a_thread() -> None:
     listener = Numbers()
     with listener._lock:
         second = threading.Thread(target=listener.listen)

@@ -1,4 +1,4 @@
-"""Things that belong to one event loop: made once, dropped with the loop; tasks that are kept, and finished."""
+"""Objects of one event loop are made once and dropped with the loop; kept tasks are finished."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Careful:
-    """Its __init__ would change or refuse what is stored."""
+    """Its __init__ would change or refuse the stored attributes."""
 
     net: int
     tax: dataclasses.InitVar[int] = 0
@@ -322,7 +322,7 @@ def test_field_lost_since_is_dropped() -> None:
     assert upgraded(Point(1, 2), NewPoint) == NewPoint(2)
 
 
-def test_required_field_gained_since_is_told_by_name() -> None:
+def test_required_field_gained_since_is_named_in_the_error() -> None:
     @dataclasses.dataclass
     class NewPlain:
         currency: str
@@ -346,7 +346,7 @@ def test_required_field_gained_since_is_told_by_name() -> None:
             upgraded(old, new)
 
 
-def test_class_that_is_named_no_more_is_told_by_name() -> None:
+def test_class_no_longer_named_is_named_in_the_error() -> None:
     with pytest.raises(CorruptRecord, match=r"test_objects:Plain is not among the classes that the function names"):
         replayed(value_outcome([Plain(Decimal(1)), Colour.RED]), types=(Colour,))
 

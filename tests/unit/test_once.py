@@ -1,4 +1,4 @@
-"""`once`: any function happens once per key, and every further call gets the first one's result."""
+"""`once`: a function runs once per key, and every later call gets the first result."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Later:
     receipt: Receipt
 
 
-def test_ten_threads_at_once_get_one_result(guard: Guard, runs: list[Any]) -> None:
+def test_ten_concurrent_threads_get_one_result(guard: Guard, runs: list[Any]) -> None:
     together = threading.Barrier(10)
 
     @once(guard, key="{number}")
@@ -100,7 +100,7 @@ def test_ten_threads_at_once_get_one_result(guard: Guard, runs: list[Any]) -> No
     assert runs == [7]
 
 
-async def test_ten_tasks_at_once_get_one_result(guard: Guard, runs: list[Any]) -> None:
+async def test_ten_concurrent_tasks_get_one_result(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{number}")
     async def send(number: int) -> int:
         await asyncio.sleep(0.01)
@@ -168,7 +168,7 @@ def test_ignored_arguments_are_not_compared(guard: Guard) -> None:
     assert pay(1, object()) == pay(1, session=object()) == "paid"
 
 
-def test_argument_without_a_fingerprint_is_told_before_anything_happens(guard: Guard, runs: list[Any]) -> None:
+def test_argument_without_fingerprint_is_refused_before_the_claim(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}")
     def pay(order: int, session: object) -> None:
         runs.append(order)

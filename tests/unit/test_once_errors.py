@@ -1,4 +1,4 @@
-"""`once`, when things go wrong: chosen errors are results, others are not, and what happened never happens again."""
+"""`once` after errors: chosen errors are results, others are not, and an effect never happens twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`once`, as it is set up: each rule has its own settings, and every mistake is told before anything happens."""
+"""`once` at decoration: each function has its own settings, and every mistake is refused before an effect."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_settings_not_given_come_from_the_guard() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"tll": "7d"}, {"ttl": "soon"}])
-def test_wrong_setting_is_told_when_the_function_is_decorated(guard: Guard, settings: dict[str, Any]) -> None:
+def test_wrong_setting_is_refused_at_decoration(guard: Guard, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"tll|soon"):
         once(guard, key="k", **settings)
 
 
 @pytest.mark.parametrize("key", ["{nunber}", "", "{number", "{a}{b}"])
-def test_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, key: str) -> None:
+def test_wrong_template_is_refused_at_decoration(guard: Guard, key: str) -> None:
     with pytest.raises(ConfigurationError):
         once(guard, key=key)(lambda number, a, b: None)
 

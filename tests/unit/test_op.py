@@ -1,4 +1,4 @@
-"""The running operation: what the performer sees of it, and the keys it gives to providers."""
+"""The running operation: its attributes, and the keys that it gives to providers."""
 
 from __future__ import annotations
 

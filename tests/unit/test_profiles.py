@@ -1,4 +1,4 @@
-"""The profiles: each says what its source says."""
+"""The profiles: each agrees with its source."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_replayed_error_is_the_value(guard: Guard, call: Any) -> None:
         call(guard, ASKED, decline)
 
 
-def test_repeat_that_is_told_only_ok_has_no_value(guard: Guard, call: Any) -> None:
+def test_duplicate_answered_ok_has_no_value(guard: Guard, call: Any) -> None:
     policy = Policy(on_duplicate="ok")
     assert [call(guard, ASKED, lambda op: "receipt", policy=policy).value for _ in range(2)] == ["receipt", None]
 

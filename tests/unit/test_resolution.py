@@ -1,4 +1,4 @@
-"""Resolutions: what is decided about an unknown outcome says what it must, and no more."""
+"""Resolutions: the decision about an unknown outcome has an outcome if it happened, and none otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The retry loop in virtual time: laws that hold for any policy and any server."""
+"""The retry loop in virtual time: properties that hold for any policy and any server."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_function_raises_its_last_error_with_story_note(awaited: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
-def test_what_is_not_asked_for_is_raised_at_once(error: BaseException) -> None:
+def test_error_that_is_not_chosen_is_raised_without_retry(error: BaseException) -> None:
     flaky = Flaky(error)
     with no_sleeping() as slept, pytest.raises(type(error)):
         decorated(flaky)()
@@ -131,7 +131,7 @@ def test_cut_attempt_retries_but_own_timeout_is_judged() -> None:
     assert len(flaky.calls) == 1
 
 
-async def test_cancelling_ends_it_at_once() -> None:
+async def test_cancellation_ends_the_retries_immediately() -> None:
     calls = []
 
     @retry(Retry(base=10, cap=10, deadline=100))
@@ -237,7 +237,7 @@ def test_errors_may_be_named_in_any_collection(several: Any) -> None:
         Retry(errors=several([503]))
 
 
-def test_functions_share_a_budget_only_where_they_name_a_host() -> None:
+def test_functions_share_a_budget_only_if_they_name_a_host() -> None:
     budget = Budget(tokens=4, ratio=0)
     with no_sleeping():
         for _ in range(5):

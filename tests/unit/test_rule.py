@@ -1,4 +1,4 @@
-"""Rules: what may be said, what then holds, and what is refused with its fix."""
+"""Rules: their settings, the policies made from them, and errors that name the fix."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_key_from_a_template_is_made_from_the_request():
     assert key.read(["ignored"], principal="alice", path={"id": "7"}) == "alice:7"
 
 
-def test_no_key_is_read_where_none_is_wanted():
+def test_key_is_not_read_if_the_rule_wants_none():
     assert Rule(key="none").key.read(["8e03"], body={"id": 1}) is None
 
 
@@ -149,7 +149,7 @@ def test_rule_holds_given_settings_and_defaults_for_the_rest():
     assert "wait" not in rule.given
 
 
-def test_rule_is_named_after_what_it_matches():
+def test_rule_is_named_after_its_pattern():
     assert Rule("post|patch /users/{id}").name == "POST|PATCH /users/{id}"
 
 
@@ -164,7 +164,7 @@ def test_rules_are_values():
         one.given["ttl"] = "2h"
 
 
-def test_rule_shows_what_was_said():
+def test_repr_of_a_rule_shows_its_settings():
     assert repr(Rule("POST /x", ttl="1h")) == "Rule('POST /x', ttl='1h')"
     assert repr(Rule()) == "Rule('POST|PATCH *')"
 
@@ -193,7 +193,7 @@ def test_rule_shows_what_was_said():
         ({"scope": "json:JSONDecoder.decode"}, "scope", json.JSONDecoder.decode),
     ],
 )
-def test_settings_become_what_they_mean(settings, attribute, value):
+def test_settings_are_parsed(settings, attribute, value):
     assert getattr(Rule(**settings), attribute) == value
 
 
@@ -323,7 +323,7 @@ def test_one_error_lists_every_fault_of_a_rule():
     assert {line.split()[1].rstrip(":") for line in lines[1:]} == {"colour", "ttl", "in_flight", "match", "key"}
 
 
-def test_single_fault_is_told_in_one_line():
+def test_single_fault_is_one_line():
     with pytest.raises(ConfigurationError) as failure:
         Rule(ttl="soon")
     assert failure.value.detail.startswith("Rule(): ttl: 'soon' is not a duration")

@@ -1,4 +1,4 @@
-"""The table of states: what may follow what, and what never may."""
+"""The table of states: the transitions that are allowed, and those that are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_settled_outcome_never_changes() -> None:
     assert {verb for verb in VERBS if follows("settled", verb)} == {"settle", "delete"}
 
 
-def test_only_what_is_in_doubt_can_be_resolved() -> None:
+def test_only_lapsed_and_held_can_be_resolved() -> None:
     doubtful = {state for state in STATES if follows(state, "resolve")}
     assert doubtful == {state for state in STATES if follows(state, "settle_as")} == {"held", "lapsed"}
 
@@ -52,7 +52,7 @@ def test_a_running_record_is_not_deleted() -> None:
     assert {state for state in STATES if follows(state, "delete") is None} == {"running", "absent"}
 
 
-def test_purge_removes_what_has_expired_and_nothing_else() -> None:
+def test_purge_removes_expired_records_only() -> None:
     assert {state for state in STATES if follows(state, "purge")} == {"absent"}
 
 
@@ -65,9 +65,7 @@ def test_owner_may_repeat_but_not_contradict_its_settle(verb: Verb) -> None:
 
 
 @given(st.sampled_from(get_args(State)), st.booleans(), st.booleans())
-def test_the_clock_lets_running_records_lapse_and_finished_ones_expire(
-    state: State, expired: bool, lapsed: bool
-) -> None:
+def test_running_records_lapse_and_finished_records_expire(state: State, expired: bool, lapsed: bool) -> None:
     """Never running or held records."""
     names = ("scope", "key", "name", "fingerprint")
     until, expires_at = (100.0 if lapsed else 200.0), (100.0 if expired else 200.0)

@@ -1,4 +1,4 @@
-"""An operation in steps goes on behind its last checkpoint, and never takes a step twice that is checkpointed."""
+"""An operation in steps continues after its last checkpoint, and never repeats a step that has one."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_an_error_that_is_an_outcome_is_checkpointed_too(guard: Guard, call: Cal
     assert shop.log == ["charge", "complain"]
 
 
-def test_a_step_after_one_that_failed_is_refused(guard: Guard, call: Caller) -> None:
+def test_step_after_a_failed_step_is_refused(guard: Guard, call: Caller) -> None:
     """The next attempt would take the failed one again, and might come to another end."""
     shop = Shop("charge")
 
@@ -177,7 +177,7 @@ def test_a_step_after_one_that_failed_is_refused(guard: Guard, call: Caller) -> 
     assert shop.log == ["charge"]
 
 
-def test_a_performer_may_end_well_though_its_last_step_failed(guard: Guard, call: Caller) -> None:
+def test_performer_may_succeed_after_its_last_step_failed(guard: Guard, call: Caller) -> None:
     def pay(op: Op) -> Performing:
         try:
             yield take(op, "mail", lambda: Shop("mail").do("mail"), retry=1)
@@ -245,7 +245,7 @@ def test_sleep_in_place_of_a_step_is_a_change(guard: Guard, call: Caller) -> Non
         call(guard, dozes)
 
 
-def test_a_mismatch_that_is_the_steps_own_passes_as_itself(guard: Guard, call: Caller) -> None:
+def test_payload_mismatch_raised_by_a_step_is_not_converted(guard: Guard, call: Caller) -> None:
     def inner() -> None:
         raise PayloadMismatch("of another operation")
 
@@ -299,7 +299,7 @@ def test_checkpoints_live_as_long_as_the_operation(guard: Guard, call: Caller) -
 @pytest.mark.parametrize("days", [30.5, 32, 400])
 @pytest.mark.parametrize("giving_up", [False, True])
 def test_what_was_left_for_too_long_is_not_resumed(guard: Guard, call: Caller, days: float, giving_up: bool) -> None:
-    """Nor begun anew, when not even the request is kept any more; nor said to be undone, for nobody knows what was done."""
+    """It is not begun again if its request is gone, and not reported as undone, because its steps are unknown."""
     shop = Shop("after charge")
     with pytest.raises(RuntimeError):
         call(guard, shop.pay)

@@ -1,4 +1,4 @@
-"""The functions and settings that a step may have, its sleep, and the request that is kept for it."""
+"""The functions and settings that a step may have, its sleep, and the stored request."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def test_a_step_needs_the_level() -> None:
         ({"function": print, "retry": 0}, "the number of attempts, 1 or more"),
     ],
 )
-def test_a_step_that_cannot_be_is_refused_before_anything_happens(guard: Guard, options: Any, message: str) -> None:
+def test_impossible_step_is_refused_before_the_claim(guard: Guard, options: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         guard.run(ASKED, lambda op: op.step("charge", **options), policy=POLICY)
 
 
-def test_functions_that_do_not_tell_what_they_take_take_nothing(guard: Guard) -> None:
+def test_function_without_a_signature_gets_no_arguments(guard: Guard) -> None:
     assert guard.run(ASKED, lambda op: op.step("dict", dict), policy=POLICY).value == {}
 
 
-def test_result_that_cannot_be_checkpointed_is_refused_at_once(guard: Guard, call: Caller) -> None:
+def test_step_result_that_cannot_be_stored_is_refused(guard: Guard, call: Caller) -> None:
     def perform(op: Op) -> Performing:
         yield take(op, "lock", object)
 
-    with pytest.raises(ConfigurationError, match="'lock' gave what cannot be checkpointed"):
+    with pytest.raises(ConfigurationError, match="'lock' returned a value that cannot be stored"):
         call(guard, perform)
 
 
@@ -205,7 +205,7 @@ def test_store_down_at_the_end_leaves_steps_to_lapse(call: Caller, events: list[
     assert guard.find(*ASKED.id).state == "running"  # type: ignore[union-attr]
 
 
-def test_what_could_not_be_opened_is_left_as_it_was(guard: Guard, call: Caller) -> None:
+def test_steps_that_cannot_be_loaded_leave_the_record_unchanged(guard: Guard, call: Caller) -> None:
     with pytest.raises(RuntimeError):
         call(guard, Shop("after charge").pay)
 
@@ -255,14 +255,14 @@ def test_request_is_kept_until_settled_unless_too_large_or_strange(
     assert guard.find(*asked.id).request == b""  # type: ignore[union-attr]
 
 
-def test_request_that_cannot_be_kept_is_named_in_the_log(guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_that_cannot_be_stored_is_logged(guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
     asked = msgspec.structs.replace(ASKED, request=lambda: {"session": object()})
     attempt = guard.new_attempt(asked, POLICY)
     run(attempt.begin())
     run(attempt.release())
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith(
-        "orders.pay: only the caller can finish it after a crash, because its request cannot be kept: A"
+        "orders.pay: only the caller can finish it after a crash, because its request cannot be stored: A"
     )
 
 

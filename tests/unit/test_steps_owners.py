@@ -1,4 +1,4 @@
-"""Whose a step is: late owners are fenced, and what a vanished one did is found out."""
+"""The owners of steps: late owners are fenced, and a crashed owner's unknown outcome is resolved."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_resolver_is_asked_with_the_derived_key(guard: Guard, call: Caller) ->
     assert (log, asked) == ([], [key])
 
 
-def test_a_step_may_be_held_where_nobody_can_tell(guard: Guard, call: Caller) -> None:
+def test_step_with_unknown_outcome_may_be_held(guard: Guard, call: Caller) -> None:
     perform, log, _ = vanished(guard, call, on_unknown="hold")
     for _ in range(2):
         with pytest.raises(UnknownOutcome):

@@ -1,4 +1,4 @@
-"""One order, one payment, also in steps: while one key's is unfinished, no other key takes the order."""
+"""One payment per order, also in steps: while one key's operation is unfinished, no other key takes the order."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_dropped_unique_attempt_leaves_the_ledger_consistent(guard: Guard) -> No
 
 
 def left_held(guard: Guard, call: Caller) -> None:
-    """The order's first key, whose undo has failed: whether it is paid, nobody knows."""
+    """The undo of the order's first key has failed, so nobody knows whether the order is paid."""
     shop = Shop("after charge", *["undo charge done"] * 3, error=LookupError)
     with pytest.raises(UnknownOutcome, match="undoing of 'charge' failed"):
         call(guard, shop.pay, order("k1"))

@@ -1,4 +1,4 @@
-"""The story: what errors, logs and observers tell."""
+"""The story, in errors, logs and observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a holder vanishes: hold, retry or resolve."""
+"""Takeovers after a crash: hold, retry or resolve."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ def test_hold_refuses_until_someone_decides_that_it_happened(guard, call, events
     assert effect.count == 0
 
 
-async def test_hold_refuses_until_someone_decides_that_it_did_not_happen(guard) -> None:
+async def test_hold_refuses_until_resolved_as_not_happened(guard) -> None:
     vanished(guard)
     effect = Effect()
     with pytest.raises(UnknownOutcome):
@@ -166,7 +166,7 @@ def test_resolve_needs_a_resolver() -> None:
 
 @pytest.mark.parametrize(("on_unknown", "then"), [("hold", "held"), ("retry", "released"), ("resolve", "running")])
 async def test_a_cancelled_performer_is_one_who_vanished(guard, on_unknown, then) -> None:
-    """A cancellation in mid-effect is told to the ledger at once; nobody has to wait for the lease."""
+    """A cancellation during the effect is recorded immediately, so nobody waits for the lease."""
     policy = Policy(on_unknown=on_unknown, resolver=lambda op: Resolution.settled(CREATED))
     inside = asyncio.Event()
 

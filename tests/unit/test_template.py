@@ -1,4 +1,4 @@
-"""Templates: names made from requests, calls and the time."""
+"""Templates: keys made from requests, calls and the time."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_template_knows_how_long_a_name_lasts():
 
 
 def test_day_on_which_clocks_go_back_has_25_hours():
-    """Kept for 24 hours, what was done just after midnight would be done again before the next."""
+    """With 24 hours, an operation just after midnight would happen again before the next midnight."""
     template = Template("{date:Europe/Berlin}")
     first = datetime(2026, 10, 24, 22, 5, tzinfo=UTC)  # 00:05 in Berlin
     last = datetime(2026, 10, 25, 22, 55, tzinfo=UTC)  # 23:55
@@ -311,7 +311,7 @@ def test_body_that_was_read_without_loss_can_be_named(document):
         pytest.param(-(10**5000), id="-huge"),
     ],
 )
-def test_absurd_numbers_are_refused_at_once(value):
+def test_absurd_numbers_are_refused(value):
     with pytest.raises(InvalidKey, match="number"):
         body_name(value)
 
@@ -387,7 +387,7 @@ def test_long_name_ends_in_digest_that_cannot_be_forged():
         ("{principal}-{path.id}", "needs a ':' before {path.id}"),
     ],
 )
-def test_mistake_is_told_with_its_fix(text, hint):
+def test_error_message_names_the_fix(text, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Template(text, path_params=("id",))
 

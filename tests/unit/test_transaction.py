@@ -1,4 +1,4 @@
-"""The plan of a transaction that is disturbed between two of its effects; on SQLite, because its driver is at hand."""
+"""The plan of a transaction that is interrupted between two effects; on SQLite, because it needs no server."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def failing(op: Op) -> None:
 
 @pytest.mark.parametrize("perform", [lambda op: "done", failing], ids=["performs", "fails"])
 @pytest.mark.parametrize("effects", range(14))
-def test_a_plan_that_nobody_drives_on_leaves_the_way_free(
-    guard: Guard, perform: Callable[[Op], Any], effects: int
-) -> None:
+def test_abandoned_plan_leaves_the_key_free(guard: Guard, perform: Callable[[Op], Any], effects: int) -> None:
     """A loop that was shut down drops its plans wherever they are."""
     plan = guard.guarded(ASKED, perform, POLICY)
     try:
@@ -198,7 +196,7 @@ def clock(guard: Guard) -> FakeClock:
 
 
 @pytest.mark.parametrize(("seconds", "wait", "tried"), [(0.0, None, 65), (0.5, None, 8), (0.5, 1.0, 3)])
-def test_a_server_on_which_every_connection_dies_is_given_up(
+def test_server_is_given_up_if_every_connection_dies(
     guard: Guard, clock: FakeClock, seconds: float, wait: float | None, tried: int
 ) -> None:
     """It is no pool that is emptied, where that has no end, takes long, or longer than the caller waits."""
@@ -225,7 +223,7 @@ def test_without_a_transaction_there_is_no_session() -> None:
 def test_a_driver_that_can_only_be_awaited_says_so() -> None:
     async def awaited() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="await it"):
+    with pytest.raises(ConfigurationError, match="await the call"):
         Do(None, awaited).run()
 
 
@@ -255,7 +253,7 @@ def test_reruns_are_a_number_of_times(reruns: Any) -> None:
         Policy(reruns=reruns)
 
 
-def test_a_rule_says_how_often_and_what_cannot_be_streamed() -> None:
+def test_rule_sets_reruns_and_refuses_streams() -> None:
     assert Rule("POST /refunds", effect="steps", reruns=0).policy.reruns == 0
     with pytest.raises(ConfigurationError, match="not a number of times"):
         Rule("POST /refunds", reruns=-1)

@@ -11,7 +11,7 @@ from oncemore._ledger.transactions import Do, at_once, in_thread
 
 
 async def test_in_thread_cancelled_caller_waits_for_the_thread() -> None:
-    """The thread uses the connection: nobody else must, before it has ended."""
+    """The thread uses the connection, so nobody else may use it before the thread has ended."""
     let_go, ended = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -36,7 +36,7 @@ async def test_in_thread_returns_the_result() -> None:
 
 
 @pytest.mark.parametrize("failing", [True, False])
-async def test_at_once_runs_as_a_task_of_the_loop(failing: bool) -> None:
+async def test_at_once_starts_a_task_on_the_loop(failing: bool) -> None:
     done = asyncio.Event()
 
     async def work() -> None:

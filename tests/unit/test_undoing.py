@@ -102,7 +102,7 @@ def test_an_undo_is_tried_again(guard: Guard, call: Caller) -> None:
 
 
 @pytest.mark.parametrize("where", UNDONE)
-def test_an_interrupted_undoing_goes_on_where_it_was(guard: Guard, call: Caller, where: str) -> None:
+def test_interrupted_undoing_goes_on_with_the_next_undo(guard: Guard, call: Caller, where: str) -> None:
     shop = Shop(where, error=KeyboardInterrupt)
     failing = {"yes"}
 
@@ -187,7 +187,7 @@ def test_failing_undo_is_held_and_named(guard: Guard, call: Caller) -> None:
     assert shop.log[-2:] == ["undo charge done", "undo reserve done"]
 
 
-def test_what_an_undo_gives_is_nobodys_business(guard: Guard, call: Caller) -> None:
+def test_value_of_an_undo_is_dropped(guard: Guard, call: Caller) -> None:
     """A provider's refund is an object of its own kind, which no checkpoint could hold."""
     refunds: list[object] = []
 
@@ -321,7 +321,7 @@ def test_failure_whose_mark_was_not_settled_is_finished(guard: Guard, call: Call
 
 
 @pytest.mark.parametrize("on_unknown", ["retry", "hold"])
-def test_operation_goes_on_where_a_mark_was_not_settled(guard: Guard, call: Caller, on_unknown: Any) -> None:
+def test_operation_goes_on_if_its_mark_was_not_settled(guard: Guard, call: Caller, on_unknown: Any) -> None:
     """The step in the place of the mark was never begun, so it is not in doubt."""
     shop = Shop("after reserve", error=LookupError)
 

@@ -247,7 +247,7 @@ def test_a_duration(text: str, expected: float) -> None:
         ("most=%C2%B2", "write a whole number"),
         ("timeout=soon", "is not a duration"),
         ("timeout=-1", "is not a duration"),
-        ("timeout=25d", "less than 24 days"),
+        ("timeout=25d", "at most 24 days"),
         ("timeout=%C2%B2", "is not a duration"),
         ("timeout=.", "is not a duration"),
     ],

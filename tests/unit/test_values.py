@@ -1,4 +1,4 @@
-"""Values: built-in types replay equal and of the same type; all else leaves a tombstone, and nothing is pickled."""
+"""Values: built-in types replay equal and of the same type; other values leave a tombstone, and nothing is pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judgement without any network: hints, statuses, faults, and hostile answers."""
+"""Verdicts without a network: hints, statuses, faults, and hostile answers."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_should_retry_header_beats_document_and_code() -> None:
     assert not judge(400, body, content_type="application/json", stripe_should_retry="false").again
 
 
-def test_stripes_key_in_use_is_told_from_its_mismatch() -> None:
+def test_stripe_key_in_use_differs_from_mismatch() -> None:
     in_use = b'{"error": {"code": "idempotency_key_in_use", "type": "invalid_request_error"}}'
     mismatch = b'{"error": {"type": "idempotency_error"}}'
     assert judge(409, in_use, content_type="application/json").again

@@ -1,4 +1,4 @@
-"""Wakeups: a change of a record wakes its waiters, from any thread, and no notification is lost."""
+"""Wake-ups: a change of a record wakes its waiters, from any thread, and no notification is lost."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_waiter_is_forgotten_when_its_block_ends() -> None:
 
 
 def test_forgotten_wait_may_end_during_notify() -> None:
-    """A plan that nobody goes on with ends when the garbage is collected: at any time, in any thread."""
+    """The garbage collector may close an abandoned plan at any time, in any thread."""
     wakeups = Wakeups()
 
     def forgotten() -> Iterator[Waiter]:
@@ -235,7 +235,7 @@ def test_subscribers_of_many_threads_are_all_kept() -> None:
     assert len(wakeups._subscribers) == 800
 
 
-def test_subscribers_are_told_of_every_change() -> None:
+def test_subscribers_are_called_for_every_change() -> None:
     wakeups = Wakeups()
     heard: list[Any] = []
     wakeups.subscribe(heard.append)

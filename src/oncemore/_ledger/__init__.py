@@ -1,1 +1,1 @@
-"""The algorithm: claim; if it is yours, perform and settle; if not, replay, wait or refuse."""
+"""The algorithm: claim the operation; with a lease, perform and settle; without one, replay, wait or refuse."""

@@ -1,4 +1,4 @@
-"""One try at an operation: claimed, then settled or failed.  The caller performs between the two."""
+"""One try at an operation: it is claimed, then settled or failed.  The caller performs between the two."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES, Store
 from .transactions import Transaction, unawaited
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
+from .uniqueness import replay_unique, screen, tag, unique_operation, unique_policy, untag
 from .values import error_outcome, value_outcome
 
-Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
+Performer = Callable[[Op], Any]  # returns an Outcome or any other value, or a coroutine of it
 
-# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
+# Not final: the caller can remove the cause without changing the request, or the server may soon answer differently.
 UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 
@@ -33,10 +33,10 @@ def is_final(outcome: Outcome, policy: Policy) -> bool:
     if callable(policy.keep):
         try:
             return policy.keep(outcome)
-        except Exception:  # it happened, so it must not happen again
+        except Exception:  # the effect has happened, so it must not happen again
             log.exception("The rule's keep function failed; the outcome is kept")
             return True
-    if outcome.status == 0:  # of a function: its errors are failures, its values are not
+    if outcome.status == 0:  # the outcome of a function: an error is a failure, a value is not
         return policy.keep != "success" or outcome.kind != "error"
     if policy.keep == "success":
         return 200 <= outcome.status < 300
@@ -46,7 +46,7 @@ def is_final(outcome: Outcome, policy: Policy) -> bool:
 def end_unique(
     records: Store | Transaction, lease: Lease, policy: Policy, outcome: Outcome | None, owner: str
 ) -> Plan[None]:
-    """End the claim of a unique record: a success answers every other key; anything else leaves the way free."""
+    """End the claim of a unique record: settle a final outcome, which then answers other keys; else free the record."""
     if outcome is not None and is_final(outcome, policy):
         yield from records.settle(lease, tag(outcome, owner), retention=policy.ttl)
     else:
@@ -56,36 +56,37 @@ def end_unique(
 class LeaseAttempt:
     """One try at an operation under a lease.  The other levels, transactions and steps, have the same verbs.
 
-    `begin` returns the stored answer, or None if this caller now holds the lease: a heartbeat keeps it alive, and the caller
-    performs, with `op` as the running operation.  Then one of four verbs ends the attempt.  The first one counts, every later
-    one does nothing, and each returns only when the ledger has recorded it:
+    `begin` returns the stored answer, or None if this caller now holds the lease.  In that case a heartbeat keeps the lease
+    alive, and the caller performs, with `op` as the running operation.  Then one of four verbs ends the attempt, and returns
+    only when the ledger has recorded it.  A later `fail`, `release` or `withdraw` does nothing:
 
     - `settle(outcome)`: it happened.  Returns the answer for the caller: "stored", "released" if the policy does not keep the
       outcome, "unstored" if the store is down, "replayed" if this caller was too slow and another's outcome counts, or
       "unknown" if the policy's `doubt` names its status.
       For a stream, settle a tombstone before its first byte.
     - `fail(error)`: the performer raised.  After an Exception the next caller performs; after a cancellation, an interrupt or
-      an exception in `doubt` the outcome is unknown, and the policy's on_unknown decides.  Returns an answer only if the
-      operation has one all the same (steps); the caller raises *error* otherwise.
+      an exception in `doubt` the outcome is unknown, and the policy's on_unknown decides.  Returns None, and the caller
+      raises *error*, unless an operation in steps has an answer nevertheless.
     - `release()`: it ended without an outcome to be kept, for instance at the end of a stream that is not remembered.  The next
       caller performs.
-    - `withdraw(error)`: nothing was performed.  The claim is given back, and a first attempt is forgotten: after a check
-      that refuses the request before the application is called, or when the application redirects it (307, 308).
+    - `withdraw(error)`: nothing was performed, because a check refused the request before the application was called, or the
+      application redirected it (307, 308).  The claim is given back, and a first attempt is forgotten.
 
     `settle` and `fail` of a transaction raise `TransactionRefused`, a StoreUnavailable, if the database refused the
-    transaction (a deadlock, a serialization failure): everything is rolled back, and the same request may work next time.
-    `drop` is for a caller that cannot ask the ledger any more: the lease is not renewed from then on, and lapses.
+    transaction (a deadlock, a serialization failure) or did not say whether it committed.  The same request may be sent
+    again: it replays, or performs.
+    `drop` is for a caller that cannot ask the ledger any more: the lease is no longer renewed, and lapses.
     """
 
     lease: Lease
     op: Op
     renewal: Renewal = None  # type: ignore[assignment]  # until the operation is claimed
-    unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
-    request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
-    in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
-    # Whether a resolver is believed if it says that nothing happened.  It is not, if it is asked about a unique part after the
-    # attempt of another key: that has asked the provider under a key derived from its own, which is not known here.
-    trusts_no = True
+    unique: LeaseAttempt | None = None  # the attempt that holds the unique record
+    request = b""  # the stored request, if the operation may have to be finished without its caller
+    in_doubt = False  # whether an earlier attempt has crashed, and it is not known yet if it took effect
+    # Whether "it did not happen" is accepted from a resolver.  Not for a unique record last claimed under another key: the
+    # provider was asked under that key, which this attempt does not know.
+    believes_released = True
     ended = False
     reports = True  # whether observers are told of its refusals
 
@@ -95,7 +96,7 @@ class LeaseAttempt:
         self.policy = policy
 
     def begin(self, wait: float | None = None) -> Plan[Answer | None]:
-        """Claim the operation.  *wait* bounds how long a running one is waited for; it only shortens the policy's own."""
+        """Claim the operation; wait for a running one, at most *wait* seconds and at most as long as the policy allows."""
         ledger, operation, policy = self.ledger, self.operation, self.policy
         try:
             known = self.cached()
@@ -120,7 +121,7 @@ class LeaseAttempt:
         return None
 
     def cached(self) -> Answer | None:
-        """The answer to a repeated operation, from this process's own memory: the store is not asked."""
+        """Return the answer from this process's cache, without asking the store; None if it is not there."""
         ledger, operation, policy = self.ledger, self.operation, self.policy
         kept = ledger.cache.get((operation.scope, operation.key)) if policy.ttl_from == "creation" else None
         if kept is None:
@@ -142,7 +143,7 @@ class LeaseAttempt:
         self.renewal = Renewal(self.ledger.heartbeat, lease, self.policy.lease)
 
     def start(self) -> Plan[Answer | None]:
-        """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""
+        """Renew the lease from now on, and run the checks.  After an error, give the claim back: nothing was performed."""
         try:
             yield self.renewal
             return None if self.is_ordinary() else (yield from self.prepare())
@@ -154,18 +155,18 @@ class LeaseAttempt:
             raise
 
     def is_ordinary(self) -> bool:
-        """Whether there is nothing to look at before the performer is called."""
+        """Whether the performer can be called without further checks."""
         policy = self.policy
-        if policy.suspect != "off" or policy.late != "run":  # first attempts are screened for twins and for old keys
+        if policy.suspect != "off" or policy.late != "run":  # first attempts are checked for twins and old keys
             return False
         return not self.lease.lapsed and self.operation.unique is None
 
     def prepare(self) -> Plan[Answer | None]:
-        """Look at what the policy asks for before the performer is called; the answer, if that is known already."""
+        """Run the policy's checks before the performer.  Return an answer if one of them has it."""
         if self.lease.lapsed:
             known = yield from self._resolve_unknown()
             if known is not None:
-                yield from self._claim_resolved()
+                yield from self._claim_resolved_unique()
         else:
             known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
         if known is None and self.operation.unique is not None:
@@ -173,10 +174,10 @@ class LeaseAttempt:
         return known
 
     def _resolve_unknown(self) -> Plan[Answer | None]:
-        """Find out about the earlier attempt: its answer, or None if this attempt may perform.
+        """Decide about an earlier attempt that crashed: return its answer, or None if this attempt may perform.
 
-        Raises UnknownOutcome if nobody can tell.  The lease is renewed meanwhile: a provider may take longer to answer than
-        the lease lasts, and no other caller is to ask, and perform, at the same time.
+        Raises UnknownOutcome if it stays unknown.  The lease is renewed meanwhile: a provider may take longer to answer than
+        the lease lasts, and no other caller may ask, and perform, at the same time.
         """
         ledger, lease, policy = self.ledger, self.lease, self.policy
         ledger.emit("lapsed", lease.operation, token=lease.token, attempt=lease.attempt)
@@ -185,22 +186,22 @@ class LeaseAttempt:
             self.stop()
             raise outcome_unknown(lease.operation.key)
         if policy.on_unknown == "resolve":
-            resolution = yield from self._ask()
+            resolution = yield from self._ask_resolver()
             ledger.emit("resolved", lease.operation, token=lease.token, detail=resolution.verdict)
-            if resolution.outcome is not None:  # and this attempt is in doubt until that is recorded
+            if resolution.outcome is not None:  # stay in doubt until it is recorded
                 self.op.note = "resolved: it had happened"
                 return Answer(resolution.outcome, "replayed", attempt=lease.attempt)
             yield from ledger.store.renew(lease, lease=policy.lease)  # raises Fenced if the lease was lost meanwhile
         self.in_doubt = False
         return None
 
-    def _ask(self) -> Plan[Resolution]:
-        """The resolver's decision.  If it has none, the lease lapses at once, so that the next caller asks anew."""
+    def _ask_resolver(self) -> Plan[Resolution]:
+        """Return the resolver's decision.  If it has none, end the lease now, so that the next caller asks again."""
         assert self.policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
         cause: Exception | None = None
         try:
             resolution: Resolution = yield Call(self.policy.resolver, self.op)
-            if resolution.verdict == "settled" or (resolution.verdict == "released" and self.trusts_no):
+            if resolution.verdict == "settled" or (resolution.verdict == "released" and self.believes_released):
                 return resolution
         except Exception as error:
             cause = error
@@ -210,21 +211,21 @@ class LeaseAttempt:
             "Whether a former attempt took effect is not known yet; retry later", retry_after=5
         ) from cause
 
-    # An effect that must happen once whatever the key
+    # The unique record
 
     def claim_unique(self) -> Plan[Answer | None]:
-        """Claim what must happen once whatever the key; the answer, if it has been done.
+        """Claim the unique record.  Return its answer if the effect has already happened.
 
-        The second record belongs to no principal, so its outcome is shown only to the one that made it.  With
-        on_unique = "serialize" operations only take turns: nothing is kept, and the next one performs.
+        The record belongs to no principal, so its outcome is shown only to the principal that made it.  With
+        on_unique = "serialize" operations only take turns: no outcome is kept, and the next one performs.
         """
-        ledger, under = self.ledger, inner_policy(self.policy)
-        inner = inner_operation(self.operation, self.policy)
-        found = yield from ledger.claim(inner, under, self.policy.lease / 2)
+        ledger, policy = self.ledger, unique_policy(self.policy)
+        operation = unique_operation(self.operation, self.policy)
+        found = yield from ledger.claim(operation, policy, self.policy.lease / 2)
         if isinstance(found, Record):
-            return done_before(found, self.op, self.policy)
-        unique = self._take_unique(found, under)
-        unique.trusts_no = self.lease.lapsed  # else it was another key that vanished
+            return replay_unique(found, self.op, self.policy)
+        unique = self._take_unique(found, policy)
+        unique.believes_released = self.lease.lapsed  # else the crashed attempt had another key
         return (yield from unique.start())
 
     def _take_unique(self, lease: Lease, policy: Policy) -> LeaseAttempt:
@@ -233,23 +234,23 @@ class LeaseAttempt:
         self.unique.take(lease, None)
         return self.unique
 
-    def _claim_resolved(self) -> Plan[None]:
-        """A resolver has found that the operation happened: then its unique part did, too, and is settled with it."""
+    def _claim_resolved_unique(self) -> Plan[None]:
+        """If the resolver says "it happened", take the unique record too, so that both are settled."""
         if self.operation.unique is None or self.policy.on_unique == "serialize":
             return
-        inner = inner_operation(self.operation, self.policy)
-        found = yield from self.ledger.store.claim(inner, lease=self.policy.lease)
+        operation = unique_operation(self.operation, self.policy)
+        found = yield from self.ledger.store.claim(operation, lease=self.policy.lease)
         if isinstance(found, Lease):
-            self._take_unique(found, inner_policy(self.policy))
+            self._take_unique(found, unique_policy(self.policy))
 
     def _end_both(self, unique: LeaseAttempt, answer: Answer) -> Plan[Answer]:
-        """Record the unique part first: no record may say that the operation is done before this one does."""
+        """Settle the unique record first: after a crash between the two, other keys already see it."""
         owner = self.operation.scope
         try:
             tagged = msgspec.structs.replace(answer, outcome=tag(answer.outcome, owner))
             found = yield from unique.end(tagged)
-            by, outcome = untagged(found.outcome)
-            if by != owner:  # too late: the outcome belongs to the caller that took over, and is not shown to this one
+            by, outcome = untag(found.outcome)
+            if by != owner:  # too late: the outcome is of another principal, which took over, and is not shown here
                 raise fenced(unique.lease)
         except GeneratorExit:
             raise
@@ -257,7 +258,7 @@ class LeaseAttempt:
             yield from self.ledger.release(self.lease, retention=self.policy.ttl)
             self.refused(error)
             raise
-        except BaseException:  # cancelled while it was written, which is done all the same: so write this record, too
+        except BaseException:  # cancelled, but the unique record is written nevertheless: write this record too
             with suppress(OncemoreError):
                 yield from self.record(answer)
             raise
@@ -267,25 +268,25 @@ class LeaseAttempt:
     # The four ends
 
     def settle(self, outcome: Outcome, value: Any = None) -> Plan[Answer]:
-        """Record the outcome; *value* is what the performer gave or raised, for the answer."""
+        """Record the outcome.  *value* is the value or the exception of the performer, for the answer."""
         answer = Answer(outcome, "stored", None, self.lease.attempt, value)
         return self._end_in_doubt(answer) if self.doubts(outcome, value) else self.end(answer)
 
     def doubts(self, outcome: Outcome | None, value: Any = None) -> bool:
-        """Whether nobody knows if the effect happened: *outcome* has a status, or *value* is an exception, of `doubt`."""
+        """Whether the policy's `doubt` names the status of *outcome*, or the exception *value*: the outcome is unknown."""
         if outcome is not None and outcome.status in self.policy.doubt:
             return True
         return isinstance(value, Exception) and self.policy.doubts(value)
 
     def _end_in_doubt(self, answer: Answer) -> Plan[Answer]:
-        """Leave the decision to on_unknown; this caller gets its own answer all the same."""
+        """Leave the decision to on_unknown.  This caller still gets its own answer."""
         status, value = answer.outcome.status, answer.value
         cause = f"status {status}" if status in self.policy.doubt else type(value).__name__
         yield from self._mark_unknown(f"in doubt after {cause}")
         return msgspec.structs.replace(answer, how="released" if self.policy.on_unknown == "retry" else "unknown")
 
     def _mark_unknown(self, why: str) -> Plan[None]:
-        """Leave an unknown outcome to on_unknown, as after a crash, but at once.  The unique part comes first."""
+        """Apply on_unknown now rather than when the lease has lapsed, to the unique record first."""
         ledger, lease, policy = self.ledger, self.lease, self.policy
         self.stop()
         if self.unique is not None:
@@ -299,11 +300,11 @@ class LeaseAttempt:
         else:
             try:
                 yield from ledger.hold(lease, why)
-            except (Fenced, *STORE_FAILURES) as failure:  # then the lease lapses by itself
+            except (Fenced, *STORE_FAILURES) as failure:  # not held: the lease lapses
                 ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)
 
     def end(self, answer: Answer) -> Plan[Answer]:
-        """Record an answer: the performer's, a resolver's, or that of another key."""
+        """Record an answer, which came from the performer, a resolver or another key."""
         self.stop()
         return self.record(answer) if self.unique is None else self._end_both(self.unique, answer)
 
@@ -322,16 +323,16 @@ class LeaseAttempt:
             except OncemoreError as refusal:
                 self.refused(refusal)
                 raise
-        return self.settled(answer)
+        return self.announce(answer)
 
     def keeps(self, outcome: Outcome) -> bool:
         """Whether the outcome is final: kept and replayed, rather than released for another attempt."""
         return is_final(outcome, self.policy)
 
-    def settled(self, answer: Answer) -> Answer:
-        """The answer, after its outcome has become durable: remembered by this process, and shown to the observers."""
+    def announce(self, answer: Answer) -> Answer:
+        """After the outcome is durable, put it into the cache and show it to the observers; return the answer."""
         ledger, operation, policy, outcome = self.ledger, self.lease.operation, self.policy, answer.outcome
-        expires_at = ledger.clock.time() + policy.ttl  # for the caller to read; the store's own clock decides
+        expires_at = ledger.clock.time() + policy.ttl  # for the caller's information; the store's clock decides
         if policy.ttl_from == "creation":
             id = (operation.scope, operation.key)
             ledger.cache.put(id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
@@ -354,7 +355,7 @@ class LeaseAttempt:
         return None
 
     def release(self) -> Plan[None]:
-        """Record that there is no outcome, and that the next caller may perform."""
+        """Record that there is no outcome; the next caller performs."""
         if self.ended:
             return
         if self.unique is not None:
@@ -363,13 +364,13 @@ class LeaseAttempt:
         yield from self.ledger.release(self.lease, retention=self.policy.ttl)
 
     def withdraw(self, error: BaseException | None = None) -> Plan[None]:
-        """Give the claim back: nothing was performed, because of *error*."""
+        """Give the claim back, because nothing was performed.  *error* is the reason, for the observers."""
         if self.ended:
             return
         if self.unique is not None:
             yield from self.unique.withdraw()
         self.stop()
-        if self.in_doubt:  # it did not come to a decision: the next caller asks anew, without waiting
+        if self.in_doubt:  # nothing was decided: the next caller decides, without waiting
             yield from self.ledger.lapse(self.lease)
         else:
             yield from self.ledger.release(self.lease, retention=0.0 if self.lease.attempt == 1 else self.policy.ttl)
@@ -377,11 +378,11 @@ class LeaseAttempt:
             self.refused(error)
 
     def drop(self) -> None:
-        """Leave the attempt as it is: its lease lapses."""
+        """Stop without asking the ledger: the lease lapses."""
         self.stop()
 
     def stop(self) -> None:
-        """The end has begun: nothing else ends the attempt, and its leases are not renewed any more."""
+        """Mark the attempt as ended, and stop renewing its leases."""
         self.ended = True
         if self.renewal is not None and not self.renewal.stopped:
             self.renewal.stop()
@@ -400,7 +401,7 @@ class LeaseAttempt:
             known = yield from self.begin(wait)
             return known if known is not None else (yield from self.call(performer))
         finally:
-            self.drop()  # also if interrupted between two lines, or thrown away: the lease must not be renewed for ever
+            self.drop()  # also if the plan was interrupted or closed: the lease must not be renewed for ever
 
     def call(self, performer: Performer) -> Plan[Answer]:
         """Call the performer of an attempt that has begun, and settle or fail."""
@@ -409,32 +410,32 @@ class LeaseAttempt:
         except GeneratorExit:
             raise
         except BaseException as error:
-            known = yield from self.raised(error)
+            known = yield from self.settle_or_fail(error)
             if known is None:
                 raise
             return known
-        return (yield from self.returned(value))
+        return (yield from self.settle_value(value))
 
-    def returned(self, value: Any) -> Plan[Answer]:
+    def settle_value(self, value: Any) -> Plan[Answer]:
         """Settle the value that the performer has returned."""
         outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return self.settle(outcome, value)
 
-    def raised(self, error: BaseException) -> Plan[Answer | None]:
-        """Settle or fail, after the performer has raised *error*.  None if the caller is to raise it."""
+    def settle_or_fail(self, error: BaseException) -> Plan[Answer | None]:
+        """Settle or fail, after the performer has raised *error*.  Return None if the caller must raise it."""
         if isinstance(error, ProviderDuplicate) and self.is_success(error):
-            return (yield from self.returned(error.result))
+            return (yield from self.settle_value(error.result))
         if isinstance(error, self.policy.errors) and not self.doubts(None, error):
             return (yield from self.settle(error_outcome(error, self.policy.types), error))
         return (yield from self.fail(error))
 
     def is_success(self, error: ProviderDuplicate) -> bool:
-        """Whether the performer has raised the result of an earlier attempt, which its provider remembers."""
+        """Whether *error* carries the result of an earlier attempt, as the provider remembers it."""
         return error.has_result
 
 
 class Perform(Call):
-    """The effect of calling the performer."""
+    """Effect: call the performer."""
 
     __slots__ = ()
 
@@ -446,6 +447,6 @@ class Perform(Call):
         result = self.function(op)
         if hasattr(result, "__await__"):
             return await result
-        if op.lent:  # the performer awaited nothing, so its statements were never sent
+        if op.lent:  # it has used an async connection without awaiting, so its statements were never sent
             raise unawaited(self.function)
         return result

@@ -1,6 +1,6 @@
-"""Finishes operations in steps that crashed or failed, from the request that their claim kept.
+"""Finishes operations in steps that crashed or failed, from the requests that their records keep.
 
-Each is claimed like any repeat of it, so a caller that asks again at the same moment is no trouble: one of the two goes on.
+Each is claimed like a duplicate of it, so if its caller asks again at the same moment, one of the two goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .store import Filter
 
 PAGE = 100
 
-# After how long it is tried again, counted from its last attempt's end: a provider that is down is given time.
+# The delays between two attempts at an operation, from the end of the lease: a provider that is down needs time.
 PACE = Backoff(base=1.0, factor=2.0, cap=600.0, jitter="none")
 
 UNTOUCHED = (
@@ -48,7 +48,7 @@ Redriven = Drives | Callable[[Op, Any], Any]
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """The results of one round: *failing* operations are tried again later, *unreadable* ones have no kept request."""
+    """The counts of one round.  *failing* operations are tried again later; *unreadable* ones have no stored request."""
 
     completed: int = 0
     failing: int = 0
@@ -64,12 +64,17 @@ Progress = Callable[[Record, End], object]
 
 
 class Completer:
-    """Finishes operations in steps that were left unfinished.  *performers* has the performer of each operation's name.
+    """Finishes operations in steps that were left unfinished.
 
-    A performer is a function under `once`, an app with its middleware (`oncemore.web.redrive`), or a function of the
-    operation and the kept request, which runs under *policy* (by default the guard's).  At most *at_once* run side by side,
-    and *pace* tells how long each waits after its last attempt; a new round starts *every* so many seconds.  After
-    *attempts* in all, an operation is given up: the steps that were taken are undone, and it is held.
+    Args:
+        performers: Maps an operation's name to the function or app that performs it: a function under `once`, an app with
+            its middleware (`oncemore.web.redrive`), or a function of the operation and the stored request.
+        policy: For functions of the operation and the stored request; by default the guard's.
+        attempts: An operation is given up after this many in all: the steps that were taken are undone, and it is held.
+        at_once: The most operations that run side by side.
+        pace: The delays between two attempts at an operation.
+        every: The seconds between two rounds.
+        progress: Called with each record and its end.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Completer:
         self.progress = progress
 
     def run_once(self) -> Tally:
-        """Go once through all that is unfinished and due."""
+        """Continue every unfinished operation that is due, once."""
         return run(self._round())
 
     async def arun_once(self) -> Tally:
@@ -109,24 +114,24 @@ class Completer:
         return await arun(self._round())
 
     def run(self, stop: threading.Event | None = None) -> None:
-        """Go on until *stop* is set."""
+        """Run a round every few seconds until *stop* is set."""
         stop = stop or threading.Event()
         while not stop.is_set():
-            run(self._survived())
+            run(self._round_or_log())
             stop.wait(self.every)
 
     async def arun(self) -> None:
-        """Go on until cancelled."""
+        """Run a round every few seconds until cancelled."""
         while True:
-            await arun(self._survived())
+            await arun(self._round_or_log())
             await asyncio.sleep(self.every)
 
-    def _survived(self) -> Plan[None]:
-        """One round; if the store is down, the next round tries again."""
+    def _round_or_log(self) -> Plan[None]:
+        """Run a round.  If the store is down, log it; the next round tries again."""
         try:
             yield from self._round()
         except OncemoreError:
-            log.exception("The completer could not look for unfinished operations")
+            log.exception("The completer could not look for unfinished operations; it tries again in %g s", self.every)
 
     def _round(self) -> Plan[Tally]:
         tally = Tally()
@@ -136,7 +141,7 @@ class Completer:
                 where = Filter(state="running", name=name, lapsed=True)
                 page = yield from self.guard.store.list(where, limit=PAGE, cursor=cursor)
                 due = [record for record in page.records if self._is_due(record)]
-                ends = yield SideBySide([self._finished(record) for record in due], self.at_once)
+                ends = yield SideBySide([self._finish(record) for record in due], self.at_once)
                 for record, end in zip(due, ends, strict=True):
                     setattr(tally, end, getattr(tally, end) + 1)
                     if self.progress is not None:
@@ -149,14 +154,14 @@ class Completer:
     def _is_due(self, record: Record) -> bool:
         return record.now >= record.lease_until + self.pace.step(record.attempts)
 
-    def _finished(self, record: Record) -> Plan[End]:
-        """Continue one operation, and return its end.  An error of one operation does not stop the others."""
+    def _finish(self, record: Record) -> Plan[End]:
+        """Continue one operation, and return how it ended.  Its error does not stop the others."""
         failed = False
         try:
-            kept = yield from self._kept(record)
+            kept = yield from self._read_request(record)
             if kept["request"] is None:
                 return "unreadable"
-            yield from self._driven(record, kept)
+            yield from self._drive(record, kept)
         except Exception as error:
             failed = True
             log.warning("%s %r is not finished yet: %r", record.name, record.key, error)
@@ -169,13 +174,13 @@ class Completer:
         state = found.state if found is not None else "settled"
         return "completed" if state == "settled" else "held" if state == "held" else "failing"
 
-    def _kept(self, record: Record) -> Plan[dict[str, Any]]:
-        """The request as the claim kept it; it is read one by one, because a page of records may be sealed."""
+    def _read_request(self, record: Record) -> Plan[dict[str, Any]]:
+        """Return the stored request.  Read again singly, because `list` leaves encrypted requests encrypted."""
         types = getattr(self.performers[record.name], "types", lambda: self.policy.types)()
         found = yield from self.guard.store.find(record.scope, record.key)
         return unpack_request(b"" if found is None else found.request, types)
 
-    def _driven(self, record: Record, kept: dict[str, Any]) -> Plan[Any]:
+    def _drive(self, record: Record, kept: dict[str, Any]) -> Plan[Any]:
         performer, request = self.performers[record.name], kept["request"]
         giving_up = record.attempts >= self.attempts
         operation = msgspec.structs.replace(identity(record), unique=kept["unique"], giving_up=giving_up)
@@ -185,22 +190,24 @@ class Completer:
 
 
 def check_performer(name: str, performer: Any, policy: Policy) -> None:
-    """Refuse a performer that cannot be called, or that would leave its operations held as unknown."""
+    """Raise ConfigurationError for a performer that cannot be called, or that would leave its operations held."""
     if hasattr(performer, "drive"):
         return
     if not callable(performer):
-        raise ConfigurationError(f"{name!r}: {performer!r} is not a function of the operation and the kept request")
+        raise ConfigurationError(f"{name!r}: {performer!r} is not a function of the operation and the stored request")
     if policy.effect != "steps":
-        raise ConfigurationError(f"{name!r}: give the completer the policy that it began under, with effect = 'steps'")
+        raise ConfigurationError(
+            f"{name!r}: give the completer the policy under which the operations began, with effect = 'steps'"
+        )
 
 
 def identity(record: Record) -> Operation:
-    """The operation that the record is of."""
+    """Return the operation that the record belongs to."""
     return Operation(record.scope, record.key, record.fingerprint, record.name)
 
 
 class SideBySide:
-    """The effect of several plans, at most so many at a time: in threads, or in tasks of the running loop."""
+    """Effect: run several plans, at most *most* at a time, in threads or in tasks of the running loop."""
 
     __slots__ = ("most", "plans")
 
@@ -215,7 +222,7 @@ class SideBySide:
             asked = [threads.submit(contextvars.copy_context().run, run, plan) for plan in self.plans]
             try:
                 return [each.result() for each in asked]
-            except BaseException:  # interrupted: what has begun is waited for, and nothing else begins
+            except BaseException:  # interrupted: begin no other plan, but wait for the plans that have begun
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -228,5 +235,5 @@ class SideBySide:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(plan)) for plan in self.plans]
-        # If this caller were cancelled, it would not come here.
+        # This caller was not cancelled, so a cancelled task was cancelled by its own performer.
         return ["failing" if task.cancelled() else task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""From a URL to its store: the scheme names a module, and that module's `connect(url)` makes the store."""
+"""Makes the store for a URL: the scheme names a module, and that module's `connect(url)` makes the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._contract.problems import did_you_mean
 from ..errors import ConfigurationError, MissingDriver
 from .store import Store
 
-# A new store is one new file in stores/ and one line here; those of other packages announce themselves by entry point.
+# A new store is one new file in stores/ and one line here.  Stores of other packages are found by their entry points.
 SCHEMES = {
     "memory": "oncemore.stores.memory",
     "sqlite": "oncemore.stores.sqlite",
@@ -32,10 +32,10 @@ SCHEMES = {
     "redis+sqlite": "oncemore.stores.tiered",  # refused there, with the reason
 }
 GROUP = "oncemore.stores"
-# Where SQLAlchemy's URLs name a driver besides: postgresql+asyncpg.
+# The schemes that name a driver too in SQLAlchemy's URLs, such as postgresql+asyncpg.
 WITH_DRIVERS = ("postgresql", "postgres", "sqlite")
 
-# The extra to install if a module that needs it cannot be imported.
+# The extra that installs each module.
 EXTRAS = {
     "psycopg": "postgres",
     "psycopg_pool": "postgres",
@@ -69,9 +69,9 @@ EXTRAS = {
 }
 
 
-# Other things that a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
-# `enlist(source, options)` makes the store; its transactions are then the user's own.
-FLAVOURS = {
+# A guard also takes the user's own pools and engines.  By the package of their class: the module whose
+# `enlist(source, options)` makes a store that can join the user's transactions.
+ADAPTERS = {
     "psycopg_pool": "oncemore.stores.postgres.pool",
     "asyncpg": "oncemore.stores.postgres.asyncpg",
     "sqlalchemy": "oncemore.stores.sqlalchemy",
@@ -79,18 +79,18 @@ FLAVOURS = {
 }
 DJANGO = "django:"
 
-LONGEST = 24 * 86400.0  # to wait: servers and systems count milliseconds in 32 bits, and fail at a number of more
+LONGEST = 24 * 86400.0  # the longest wait in seconds: servers count milliseconds in 32 bits, and fail if it is longer
 
 
 def connect(source: Any, **options: str) -> Store:
-    """The store behind a URL, or in the database that a pool or an engine leads to; nothing is opened before it is used.
+    """Return the store at a URL, or in the database of a pool or an engine.  Connections are opened on first use.
 
-    *options* are those of the store's URL, for a source that has none: `connect(engine, schema="payments")`.
+    *options* are the options of a store's URL, for a source without a URL: `connect(engine, schema="payments")`.
     """
     if isinstance(source, str) and not source.startswith(DJANGO):
         return cast("Store", store_module(source).connect(with_options(lower_scheme(source), options)))
     package = "django" if isinstance(source, str) else type(source).__module__.partition(".")[0]
-    if package not in FLAVOURS:
+    if package not in ADAPTERS:
         raise ConfigurationError(
             f"{hide_password(repr(source))} is no ledger: "
             "give a URL as text, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
@@ -100,12 +100,12 @@ def connect(source: Any, **options: str) -> Store:
 
 
 def adapter_module(package: str) -> Any:
-    """The module for *package*'s connections, imported when it is first needed, because the package is optional."""
-    return importlib.import_module(FLAVOURS[package])
+    """Import and return the module for *package*'s connections; only when needed, because the package is optional."""
+    return importlib.import_module(ADAPTERS[package])
 
 
 def lower_scheme(url: str) -> str:
-    """The URL as drivers read it: in a scheme, letter case means nothing."""
+    """Return the URL with its scheme in lower case, as drivers need it."""
     scheme, mark, rest = url.partition("://")
     return scheme.lower() + mark + rest
 
@@ -115,13 +115,13 @@ def with_options(url: str, options: Mapping[str, str]) -> str:
 
 
 def schema(url: str) -> str:
-    """The script that creates what the store at *url* needs, for operators that run it themselves (`?create=false`)."""
+    """Return the script that creates the tables of the store at *url*, for operators who run it by hand (`?create=false`)."""
     script: str = store_module(url).schema(lower_scheme(url))
     return script
 
 
 def store_module(url: str) -> ModuleType:
-    """The module for the URL's scheme."""
+    """Return the module for the URL's scheme."""
     scheme, mark, _ = url.partition("://")
     scheme = scheme.lower()
     if mark and scheme in SCHEMES:
@@ -144,7 +144,7 @@ def store_module(url: str) -> ModuleType:
 
 @contextmanager
 def naming_extras(what: str, extra: str = "") -> Iterator[None]:
-    """If a driver is missing, raise the command that installs it: the *extra*, or the one that is named after the driver."""
+    """If a driver is missing, raise MissingDriver with the command that installs it: *extra*, or the extra of that driver."""
     try:
         yield
     except ImportError as error:
@@ -157,7 +157,7 @@ def naming_extras(what: str, extra: str = "") -> Iterator[None]:
 
 
 def _missing(error: ImportError) -> str:
-    """The module that is not there, or not whole: psycopg without the library that it wraps complains itself."""
+    """Return the name of the missing module.  An incomplete psycopg counts as missing: it raises without its C library."""
     if error.name:
         return error.name
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -165,25 +165,25 @@ def _missing(error: ImportError) -> str:
 
 
 def hide_password(url: str) -> str:
-    """The URL without its passwords.  If one is not escaped, more of the URL may be hidden than necessary."""
+    """Return the URL without its passwords.  If a password is not escaped, more of the URL may be hidden than necessary."""
     url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url, flags=re.DOTALL)
     url = re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
     return re.sub(r"(?<=[?&]redis=)[^&]*", lambda nested: quote(hide_password(unquote(nested[0])), safe=""), url)
 
 
 def take_options(url: str, known: dict[str, Any], owner: str = "store") -> tuple[str, dict[str, Any]]:
-    """The URL without our options, and the options; each is read as the type of its default in *known*.
+    """Return the URL without our options, and the options, each read as the type of its default in *known*.
 
-    Errors say that the URL is the *owner*'s.
+    *owner* names the URL in error messages.
     """
-    base, _, query = url.partition("?")  # not urlunsplit, which makes sqlite:/file of sqlite:///file
+    base, _, query = url.partition("?")  # urlunsplit would turn sqlite:///file into sqlite:/file
     options, rest = dict(known), []
     for part in filter(None, query.split("&")):
         name, _, text = part.partition("=")
         if name in known:
             options[name] = _read(name, unquote_plus(text), known[name], owner)
         else:
-            rest.append(part)  # as it is: the driver reads it
+            rest.append(part)  # for the driver
     return base + "?" * bool(rest) + "&".join(rest), options
 
 
@@ -196,7 +196,7 @@ def _read(name: str, text: str, default: Any, owner: str) -> Any:
         try:
             seconds = duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
             if seconds > LONGEST and name != "retention":
-                raise ConfigurationError("nothing is waited for so long; write less than 24 days")
+                raise ConfigurationError("servers cannot wait so long; write at most 24 days")
             return seconds
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}={text} in the {owner}'s URL: {error.detail}") from None

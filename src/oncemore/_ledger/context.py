@@ -20,7 +20,7 @@ OnUnknownStep = Literal["retry", "hold", "resolve"]
 
 
 class Retrying(Protocol):
-    """How often a step is tried: which errors deserve it, and the delays in between.  `oncemore.Retry` is one."""
+    """How often a step is tried: the errors that are retried, and the delays between attempts.  See `oncemore.Retry`."""
 
     def wants(self, error: Exception, /) -> bool: ...
     def delays(self) -> Iterator[float]: ...
@@ -37,15 +37,15 @@ class StepPlans(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """The running operation (not to be confused with `Operation`, its name): key, attempt, and stable keys for providers."""
+    """The running operation: its key, its attempt, and stable keys for providers.  (`Operation` is only its name.)"""
 
     lease: Lease
     transaction: Transaction | None = field(default=None, kw_only=True)
     steps: StepPlans | None = field(default=None, kw_only=True)
     deadline: float | None = field(default=None, kw_only=True)  # when the caller stops waiting, in seconds since 1970
-    lent: bool = field(default=False, init=False)  # whether the performer has used a connection that must be awaited
-    note: str = field(default="", init=False)  # kept in the record, for an operator to read
-    counts: dict[str, int] | None = field(default=None, init=False, repr=False)  # of the names in `derive_next`
+    lent: bool = field(default=False, init=False)  # whether the performer has asked for an async connection
+    note: str = field(default="", init=False)  # stored in the record, for an operator to read
+    counts: dict[str, int] | None = field(default=None, init=False, repr=False)  # calls of `derive_next` by name
 
     @property
     def operation(self) -> Operation:
@@ -57,23 +57,23 @@ class Op:
 
     @property
     def attempt(self) -> int:
-        """1 for the first attempt; it grows with every claim of the same operation."""
+        """The number of this attempt: 1 for the first one; it grows with every claim of the same operation."""
         return self.lease.attempt
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection: statements on it commit with the outcome, or not at all."""
+        """The driver's connection.  Statements on it commit together with the outcome, or not at all."""
         return self._usable("op.connection").connection
 
     def session(self, **options: Any) -> Any:
-        """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint.
+        """Return a SQLAlchemy session in the same transaction; its own commit() only ends a savepoint.
 
         *options* are those of `Session` or `AsyncSession`, such as `expire_on_commit=False`.
         """
         return self._usable("op.session()").session(**options)
 
     def _usable(self, what: str) -> Transaction:
-        """The transaction.  Refused on a thread if its driver is async: statements would never be sent unless awaited."""
+        """Return the transaction.  Raises on a thread if its driver is async, because nothing could be awaited there."""
         transaction = self.borrowed(what)
         if transaction.awaited:
             if asyncio._get_running_loop() is None:  # get_running_loop() raises instead
@@ -82,9 +82,9 @@ class Op:
         return transaction
 
     def borrowed(self, what: str) -> Transaction:
-        """The transaction that *what* needs."""
+        """Return the transaction, or raise ConfigurationError that names *what* needs it."""
         if self.transaction is None:
-            raise ConfigurationError(f"{what} is there with effect = 'transaction' only; say so in the rule or policy")
+            raise ConfigurationError(f"{what} needs a transaction: write effect = 'transaction' in the rule or policy")
         return self.transaction
 
     def step(
@@ -99,22 +99,21 @@ class Op:
         resolver: Callable[..., Any] | None = None,
         doubt: tuple[type[Exception], ...] | None = None,
     ) -> Any:
-        """Call *function* and store its value: once that is done, no later attempt calls it again.  Await it on an event loop.
+        """Call *function* and store its value as a checkpoint, so that no later attempt calls it.  Await this on an event loop.
 
         If the function takes a `connection` or `session`, its effect commits together with its checkpoint.  If it takes a
-        `key`, it gets one for the provider that is the same on every attempt.
+        `key`, it gets a key for the provider that is the same on every attempt.
 
         Args:
             name: The step's name in the ledger; steps must have the same names, in the same order, on every attempt.
             function: Performs the step.
-            undo: Is called with the step's value if the whole operation fails for good.
-            retry: How often the step is tried: 3 times by default, a database step once.
-            effect: "lease" or "transaction", if it does not follow from the parameters.
-            on_unknown: What to do if an earlier attempt crashed in this very step, or left it in doubt: by default "retry",
+            undo: Called with the step's value if the whole operation fails for good.
+            retry: How often the step is tried: by default 3 times, a database step once.
+            effect: "lease" or "transaction"; by default it follows from the function's parameters.
+            on_unknown: The decision if an earlier attempt crashed in this step, or left it in doubt: by default "retry",
                 or "hold" if *doubt* is given.
-            resolver: Is given the step's key, and asks the provider whether it took effect.
-            doubt: The exceptions after which nobody knows whether it took effect, such as time-outs; those of the policy
-                unless given.
+            resolver: Called with the step's key; asks the provider whether the step took effect.
+            doubt: The exceptions after which the outcome is unknown, such as time-outs; by default those of the policy.
         """
         decided = "resolve" if resolver else on_unknown or ("hold" if doubt else "retry")
         settings = {"on_unknown": decided, "resolver": resolver, "doubt": doubt}
@@ -122,20 +121,20 @@ class Op:
         return run_here(steps.step(name, function, undo, retry=retry, effect=effect, **settings))
 
     def sleep(self, name: str, seconds: float | str) -> Any:
-        """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""
+        """Wait *seconds* as a step: a later attempt waits only for the time that is left.  Await this on an event loop."""
         return run_here(self._stepping("op.sleep()").sleep(name, seconds))
 
     def _stepping(self, what: str) -> StepPlans:
         if self.steps is None:
-            raise ConfigurationError(f"{what} is there with effect = 'steps' only; say so in the rule or policy")
+            raise ConfigurationError(f"{what} needs steps: write effect = 'steps' in the rule or policy")
         return self.steps
 
     def derive(self, name: str) -> str:
-        """A key for the provider: the same on every attempt of this operation, and never the caller's own."""
+        """Return a key for the provider: the same on every attempt of this operation, and never the caller's own key."""
         return derive(self.lease.operation, name)
 
     def derive_next(self, name: str) -> str:
-        """A key for the provider, and another one at each call with the same name: the first, the second, and so on."""
+        """Return a key for the provider, with a number: each call with the same *name* gives the next one."""
         if self.counts is None:
             self.counts = {}
         number = self.counts[name] = self.counts.get(name, 0) + 1
@@ -143,7 +142,7 @@ class Op:
 
 
 def derive(operation: Operation, name: str) -> str:
-    """The key for *name* within *operation*: stable, unguessable only as far as the operation's own key is."""
+    """Return the key for *name* within *operation*.  It is stable, and as hard to guess as the operation's own key."""
     digest = hashlib.sha256()
     for part in (operation.scope, operation.key, name):
         data = part.encode("utf-8", "surrogatepass")
@@ -155,7 +154,7 @@ CURRENT: ContextVar[Op | None] = ContextVar("oncemore_operation", default=None)
 
 
 def current_operation() -> Op:
-    """The running operation: its key, its attempt, its steps, and stable keys for providers."""
+    """Return the running operation: its key, its attempt, its steps, and stable keys for providers."""
     op = CURRENT.get()
     if op is None:
         raise ConfigurationError(
@@ -167,7 +166,7 @@ def current_operation() -> Op:
 
 @contextmanager
 def running(op: Op) -> Iterator[None]:
-    """While this lasts, *op* is the current operation."""
+    """Make *op* the current operation until the block ends."""
     token = CURRENT.set(op)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Decisions that need no store: the answer or the refusal for a caller if the ledger knows its operation."""
+"""Decisions that need no store: the answer or the refusal for a caller whose operation has a record."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ How = Literal["stored", "replayed", "unstored", "released", "unknown"]
 
 
 class Answer(msgspec.Struct, Generic[T], frozen=True):
-    """The outcome of an operation, and *how* it came: stored now, replayed, released for another try, or unstored.
+    """The outcome of an operation, and *how* it came:
 
-    It is *unknown* if the policy's `doubt` names its status: only this caller gets it, and `on_unknown` decides.
+    - "stored": it was performed now, and the outcome is stored;
+    - "replayed": it was performed before, and this is the stored outcome;
+    - "unstored": it was performed now, but the outcome could not be stored;
+    - "released": it was performed now, and the policy does not keep such an outcome: the next claim performs again;
+    - "unknown": the policy's `doubt` names its status or error: only this caller gets it, and `on_unknown` decides.
 
-    *value* is the performer's value, or its exception if that is one of the policy's `errors`.  `Guard.run` gives an equal
-    one for a replayed outcome.
+    *value* is the value that the performer returned, or its exception if the policy's `errors` name it.  For a replayed
+    outcome, `Guard.run` gives an equal value.
     """
 
     outcome: Outcome
@@ -57,32 +61,33 @@ class Resolution(msgspec.Struct, frozen=True):
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        if (self.verdict == "settled") != (self.outcome is not None):  # without one, it would be performed again
+        if (self.verdict == "settled") != (self.outcome is not None):  # without an outcome, it would be performed again
             raise ConfigurationError(
-                "What happened has an outcome, and nothing else has: say Resolution.settled(value)"
+                f"Resolution({self.verdict!r}): 'settled' needs an outcome, and the others have none; write "
+                "Resolution.settled(value), Resolution.released() or Resolution.unknown()"
             )
 
     @classmethod
     def settled(cls, outcome: Any) -> Resolution:
-        """It happened; *outcome* is an Outcome, or the value that the function returned."""
+        """Decide that it happened.  *outcome* is an Outcome, or the value that the function returned."""
         return cls("settled", outcome if isinstance(outcome, Outcome) else value_outcome(outcome))
 
     @classmethod
     def released(cls) -> Resolution:
-        """It did not happen, and may be performed."""
+        """Decide that it did not happen, so that it may be performed."""
         return cls("released")
 
     @classmethod
     def unknown(cls) -> Resolution:
-        """Nobody can tell yet; ask again later."""
+        """Leave it undecided: nobody can tell yet, and the next caller asks again."""
         return cls("unknown")
 
 
 def check(operation: Operation, fingerprint: str) -> None:
-    """Refuse the operation unless the stored *fingerprint* is of the same request."""
+    """Raise PayloadMismatch unless the stored *fingerprint* is of the same request."""
     if operation.same(fingerprint):
         return
-    if operation.scope == f"once:{operation.name}":  # a function's caller is told the key; an HTTP client knows it
+    if operation.scope == f"once:{operation.name}":  # show the key to a function's caller; an HTTP client knows its own
         raise PayloadMismatch(
             f"{operation.name} was called before under the key {operation.key!r}, with other arguments: name what differs in "
             "the key, or leave it out of the comparison by ignore="
@@ -91,9 +96,9 @@ def check(operation: Operation, fingerprint: str) -> None:
 
 
 def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None) -> Answer:
-    """The answer to a repeated operation, by the rule's on_duplicate."""
+    """Return the answer to a duplicate, as the policy's on_duplicate says."""
     if policy.on_duplicate == "reject":
-        raise Duplicate("This operation was performed before, and repeats are rejected")
+        raise Duplicate("This operation was performed before, and duplicates are rejected; look up its result")
     if policy.on_duplicate == "ok":
         outcome = Outcome(outcome.kind, 200) if outcome.kind == "response" else NOTHING
     else:
@@ -102,9 +107,9 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
 
 
 def shown(outcome: Outcome) -> Outcome:
-    """The outcome; raises OutcomeNotKept if only a tombstone is left of it."""
+    """Return the outcome, or raise OutcomeNotKept if it is a tombstone."""
     if outcome.kind == "tombstone":
-        why = outcome.body.decode("utf-8", "replace")  # of a function: its result is of a class that it does not name
+        why = outcome.body.decode("utf-8", "replace")  # the reason, if the operation is a function
         raise OutcomeNotKept(
             f"The operation was performed once, but its outcome could not be kept{f' ({why})' if why else ''}; "
             "look up its result"
@@ -112,13 +117,13 @@ def shown(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def is_over(record: Record) -> bool:
-    """Whether the same request may claim the record: it was released, or its lease has ended."""
+def is_free(record: Record) -> bool:
+    """Whether the same request may claim the record, because it was released or its lease is over."""
     return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
 
 
 def in_progress(record: Record) -> InProgress:
-    """The refusal for a running operation, with a guess when to come back."""
+    """Return the refusal for a running operation, with the time after which to retry."""
     left = max(record.lease_until - record.now, 0.0)
     return InProgress(
         "The first request with this key is still running; retry later", retry_after=min(1.0, left) or 1.0
@@ -126,21 +131,21 @@ def in_progress(record: Record) -> InProgress:
 
 
 def outcome_unknown(key: str, note: str = "") -> UnknownOutcome:
-    """The refusal for an operation with an earlier attempt that crashed, or was left in doubt for the reason in *note*."""
+    """Return the refusal for an operation with an unknown outcome: it crashed, or *note* says how it ended."""
     end = f"broke off ({note})" if note else "crashed"
     return UnknownOutcome(
         f"An earlier attempt with key {key!r} {end}, and whether it took effect is not known. "
-        f"Look the result up; an operator can then decide with: oncemore keys resolve {key!r}"
+        f"Look up the result; an operator can then decide with: oncemore keys resolve {key!r}"
     )
 
 
 def fenced(lease: Lease) -> Fenced:
-    """The refusal of a late owner's write."""
+    """Return the refusal of a late owner's write."""
     return Fenced(f"The lease on {lease.operation.key!r} is lost: it lapsed and was taken over, or it was resolved")
 
 
 def not_resolvable(state: str) -> Refusal:
-    """The refusal to resolve a record that is not in doubt."""
+    """Return the refusal to resolve a record that is not in doubt."""
     if state == "running":
         return InProgress("It is running; only an operation with an unknown outcome can be resolved", retry_after=1.0)
     if state == "absent":
@@ -149,7 +154,5 @@ def not_resolvable(state: str) -> Refusal:
 
 
 def not_deletable() -> InProgress:
-    """The refusal to delete a record while its operation runs."""
-    return InProgress(
-        "It is running, and its holder would lose its place; wait for it, or for its lease", retry_after=1.0
-    )
+    """Return the refusal to delete a record while its operation runs."""
+    return InProgress("It is running; wait until it has ended, or until its lease is over", retry_after=1.0)

@@ -1,4 +1,4 @@
-"""A store that seals outcomes and requests before they are written, and opens them when they are read."""
+"""A store that encrypts outcomes and requests before they are written, and decrypts them when they are read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .transactions import Transaction, TransactionSource
 
 
 class Sealing(Protocol):
-    """Makes an outcome unreadable without the key, even with access to the store: see `oncemore.encryption`.
+    """Encrypts and decrypts outcomes: see `oncemore.encryption`.
 
-    The *id* (scope and key) is part of the seal: an outcome that was moved to another record does not open.
+    The *id* (scope and key) is authenticated too: an outcome that was moved to another record cannot be opened.
     """
 
     def seal(self, id: Id, outcome: Outcome) -> Outcome: ...
@@ -25,7 +25,7 @@ class Sealing(Protocol):
 
 
 class Wrapper:
-    """A thing around another one: what a subclass does not define, *inner* does."""
+    """Forwards everything that a subclass does not define to *inner*."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -35,11 +35,11 @@ class Wrapper:
 
 
 class StoreWrapper(Wrapper):
-    """A store around another one."""
+    """A store that forwards to the *inner* one."""
 
     inner: Store
 
-    # Defined here because __getattr__ does not see assignments: the inner store's clock must be shifted, not this one's.
+    # __getattr__ does not see assignments, and an assignment must reach the inner store, because its clock is shifted.
 
     @property
     def shift(self) -> float:
@@ -51,7 +51,7 @@ class StoreWrapper(Wrapper):
 
 
 class Sealed(Wrapper):
-    """The verbs that a store and a transaction share, with outcomes and requests sealed in *inner*."""
+    """The verbs that a store and a transaction share; *inner* gets outcomes and requests sealed."""
 
     def __init__(self, inner: Any, seal: Sealing) -> None:
         super().__init__(inner)
@@ -74,14 +74,14 @@ class Sealed(Wrapper):
 
 
 class SealedStore(Sealed, StoreWrapper):
-    """The *inner* store, with every outcome and request sealed in it.
+    """A store that seals every outcome and request in the *inner* store.
 
-    Pages of many records are left sealed: look one up to read it.
+    `list` leaves them sealed: `find` a record to read it.
     """
 
     def __init__(self, inner: Store, seal: Sealing) -> None:
         super().__init__(inner, seal)
-        if not hasattr(seal, "seal"):  # it could only fail after the effect; and it may be a key, so it is not shown
+        if not hasattr(seal, "seal"):  # it would fail only after the effect; it may be a key, so do not show it
             raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal(key), from oncemore.encryption")
 
     def resolve(
@@ -98,7 +98,7 @@ class SealedStore(Sealed, StoreWrapper):
 
 
 class SealedSource(Sealed):
-    """A source of transactions that seal outcomes too."""
+    """Opens transactions that seal every outcome and request."""
 
     def open(self) -> Plan[Transaction]:
         transaction = yield from self.inner.open()
@@ -106,7 +106,7 @@ class SealedSource(Sealed):
 
 
 class SealedTransaction(Sealed):
-    """The *inner* transaction, with every outcome and request sealed in it."""
+    """A transaction that seals every outcome and request in the *inner* transaction."""
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         sealed = seal_request(self._seal, operation.id, request)
@@ -115,7 +115,7 @@ class SealedTransaction(Sealed):
 
 
 def opened(seal: Sealing, record: Record) -> Record:
-    """The record with its outcome and its request as they were before they were sealed."""
+    """Return the record with its outcome and its request opened."""
     if record.request:
         record = msgspec.structs.replace(record, request=open_request(seal, record.id, record.request))
     if record.outcome is None:
@@ -124,7 +124,7 @@ def opened(seal: Sealing, record: Record) -> Record:
 
 
 def seal_request(seal: Sealing, id: Id, request: bytes) -> bytes:
-    """The request as it may lie in a store: sealed like an outcome, under a name that no outcome is sealed under."""
+    """Return the request sealed like an outcome, but under an id that no outcome has, so that neither opens as the other."""
     scope, key = id
     return encode_outcome(seal.seal((f"request|{scope}", key), Outcome("value", body=request))) if request else b""
 
@@ -133,6 +133,6 @@ def open_request(seal: Sealing, id: Id, sealed: bytes) -> bytes:
     scope, key = id
     try:
         outcome = decode_outcome(sealed)
-    except msgspec.MsgspecError:  # stored before there was a seal, or changed: the seal decides
+    except msgspec.MsgspecError:  # stored before there was a seal, or tampered with: the seal decides
         outcome = Outcome("value", body=sealed)
     return seal.open((f"request|{scope}", key), outcome).body

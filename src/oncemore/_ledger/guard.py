@@ -1,4 +1,4 @@
-"""The façade: `Guard` runs operations once, and shows the ledger to an operator."""
+"""The public interface: `Guard` runs operations once, and shows the ledger to an operator."""
 
 from __future__ import annotations
 
@@ -41,8 +41,13 @@ ATTEMPTS: dict[str, type[LeaseAttempt]] = {
 class Guard(Ledger):
     """Lets each operation happen once.
 
-    *store* is a URL, a store, or the user's own pool or engine; effects can then join its transactions.  *policy* is
-    for callers that bring none.  With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
+    Args:
+        store: A URL, a store, or your own pool or engine; effects can then join its transactions.
+        policy: For calls that give no policy.
+        observers: Called with each event.
+        seal: Encrypts outcomes in the store: see `oncemore.encryption`.
+        cache: The most bytes of outcomes that this process remembers.
+        clock: Measures waiting; tests replace it.
     """
 
     def __init__(
@@ -70,12 +75,12 @@ class Guard(Ledger):
         policy: Policy | None = None,
         wait: float | None = None,
     ) -> Answer[T]:
-        """The operation's answer; *perform* is called only if nobody has performed it yet.
+        """Return the operation's answer; call *perform* only if nobody has performed it yet.
 
-        Its value is an equal one of the same type each time: of built-in types, and of the classes that the policy's
-        `types` or the return annotation of *perform* names.
+        Each call returns an equal value of the same type.  It may consist of built-in types, and of the classes that the
+        policy's `types` or the return annotation of *perform* names.
         """
-        policy = naming(policy or self.policy, perform)
+        policy = with_types(policy or self.policy, perform)
         return self.valued(operation, policy, run(self.guarded(operation, perform, policy, wait)))
 
     @overload
@@ -101,14 +106,14 @@ class Guard(Ledger):
     async def arun(
         self, operation: Operation, perform: Performer, *, policy: Policy | None = None, wait: float | None = None
     ) -> Answer[Any]:
-        """The awaited form of `run`, also for a *perform* that is awaited."""
-        policy = naming(policy or self.policy, perform)
+        """The awaited form of `run`; *perform* may be sync or async."""
+        policy = with_types(policy or self.policy, perform)
         return self.valued(operation, policy, await arun(self.guarded(operation, perform, policy, wait)))
 
     def attempt(self, operation: Operation, *, policy: Policy | None = None, wait: float | None = None) -> GuardedBlock:
-        """One try at the operation, for code that is no function: `with guard.attempt(operation) as attempt:`.
+        """Return one try at the operation, for a block of code: `with guard.attempt(operation) as attempt:`.
 
-        If `attempt.fresh` is true, the block performs it and sets `attempt.result`; else `attempt.value` is the stored one.
+        If `attempt.fresh` is true, the block performs and sets `attempt.result`; else `attempt.value` is the stored value.
         Use `async with` on an event loop.
         """
         policy = policy or self.policy
@@ -117,17 +122,17 @@ class Guard(Ledger):
     def guarded(
         self, operation: Operation, perform: Performer, policy: Policy, wait: float | None = None
     ) -> Plan[Answer]:
-        """The plan behind `run` and `arun`; *wait* can only shorten the policy's own."""
+        """Return the plan behind `run` and `arun`.  *wait* can only shorten the policy's own."""
         return self.new_attempt(operation, policy).perform(perform, wait)
 
     def new_attempt(self, operation: Operation, policy: Policy) -> LeaseAttempt:
-        """One try at the operation, for middlewares, which perform by themselves: `begin`, then `settle` or `fail`."""
+        """Return one try at the operation, for middlewares: they call `begin`, perform, and call `settle` or `fail`."""
         return ATTEMPTS[policy.effect](self, operation, policy)
 
     # The operator's verbs.  Each has an awaited form with an `a` before it.
 
     def find(self, scope: str, key: str) -> Record | None:
-        """The record, or None; nothing is ever performed."""
+        """Return the operation's record, or None.  Nothing is performed."""
         return run(self.store.find(scope, key))
 
     async def afind(self, scope: str, key: str) -> Record | None:
@@ -135,37 +140,37 @@ class Guard(Ledger):
         return await arun(self.store.find(scope, key))
 
     def list(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
-        """One page of records; pass its cursor for the next."""
-        return run(self._listed(where, limit, cursor))
+        """Return one page of records; pass its cursor to get the next page."""
+        return run(self._list(where, limit, cursor))
 
     async def alist(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
         """The awaited form of `list`."""
-        return await arun(self._listed(where, limit, cursor))
+        return await arun(self._list(where, limit, cursor))
 
-    def _listed(self, where: Filter | None, limit: int, cursor: str | None) -> Plan[Page]:
+    def _list(self, where: Filter | None, limit: int, cursor: str | None) -> Plan[Page]:
         return self.store.list(where or Filter(), limit=check_positive("limit", limit), cursor=cursor)
 
     def resolve(
         self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
-        """Decide an unknown outcome, and for how long that is remembered; the record as it is then."""
-        return run(self._resolved(scope, key, resolution, retention, note))
+        """Decide an unknown outcome, remember the decision for *retention*, and return the record."""
+        return run(self._resolve(scope, key, resolution, retention, note))
 
     async def aresolve(
         self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
         """The awaited form of `resolve`."""
-        return await arun(self._resolved(scope, key, resolution, retention, note))
+        return await arun(self._resolve(scope, key, resolution, retention, note))
 
-    def _resolved(
-        self, scope: str, key: str, resolution: Resolution, retention: float | str, note: str
-    ) -> Plan[Record]:
+    def _resolve(self, scope: str, key: str, resolution: Resolution, retention: float | str, note: str) -> Plan[Record]:
         if resolution.verdict == "unknown":
-            raise ConfigurationError("To resolve is to decide: say Resolution.settled(...) or Resolution.released()")
+            raise ConfigurationError(
+                "Resolution.unknown() decides nothing: write Resolution.settled(...) or Resolution.released()"
+            )
         return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
 
     def delete(self, scope: str, key: str) -> bool:
-        """Forget the operation, so that its key runs as new; False if there was no record.  A running one is refused."""
+        """Forget the operation, so that its key runs as new.  Return False if there was no record; raise if it is running."""
         return run(self.store.delete(scope, key))
 
     async def adelete(self, scope: str, key: str) -> bool:
@@ -173,14 +178,14 @@ class Guard(Ledger):
         return await arun(self.store.delete(scope, key))
 
     def purge(self, *, batch: int = 1000, progress: Progress | None = None) -> int:
-        """Remove all that has expired, a batch at a time; how many.  *progress* is told the running total."""
-        return run(self._purged(batch, progress))
+        """Remove expired records, a batch at a time, and return their number.  *progress* is called with the total so far."""
+        return run(self._purge(batch, progress))
 
     async def apurge(self, *, batch: int = 1000, progress: Progress | None = None) -> int:
         """The awaited form of `purge`."""
-        return await arun(self._purged(batch, progress))
+        return await arun(self._purge(batch, progress))
 
-    def _purged(self, batch: int, progress: Progress | None) -> Plan[int]:
+    def _purge(self, batch: int, progress: Progress | None) -> Plan[int]:
         total = 0
         while gone := (yield from self.store.purge(batch=check_positive("batch", batch))):
             total += gone
@@ -189,14 +194,14 @@ class Guard(Ledger):
         return total
 
     def stats(self) -> Stats:
-        """How many records there are, by state."""
+        """Return the number of records by state."""
         return run(self.store.stats())
 
     async def astats(self) -> Stats:
         """The awaited form of `stats`."""
         return await arun(self.store.stats())
 
-    # `with Guard(...) as guard:` closes it at the end; `async with` also what belongs to the running event loop.
+    # `with Guard(...) as guard:` closes it at the end; `async with` also closes the connections of the running event loop.
 
     def __enter__(self) -> Self:
         return self
@@ -224,14 +229,14 @@ class Guard(Ledger):
 PLAIN = {*(kind.__name__ for kind in BUILT_IN), "Any", "None", "Outcome"}  # annotations that name no class to store
 
 
-# The policies of `naming`: evaluating an annotation takes longer than a replay.  Each has the namespace of the function beside
-# it, because the same text may name another class elsewhere.
-NAMED: dict[tuple[Policy, Any, int], tuple[Any, Policy]] = {}
-MOST_NAMED = 256
+# The results of `with_types`, because evaluating an annotation takes longer than a replay.  The namespace of the function is
+# part of the key and stored with the policy, because the same annotation may name another class elsewhere.
+WITH_TYPES: dict[tuple[Policy, Any, int], tuple[Any, Policy]] = {}
+MOST_WITH_TYPES = 256
 
 
-def naming(policy: Policy, perform: Performer) -> Policy:
-    """The policy, with the classes that the return annotation of *perform* names."""
+def with_types(policy: Policy, perform: Performer) -> Policy:
+    """Return the policy, with the classes that the return annotation of *perform* names."""
     if type(perform) is not FunctionType:
         perform = annotated(perform)
     annotation = getattr(perform, "__annotations__", {}).get("return")
@@ -240,13 +245,13 @@ def naming(policy: Policy, perform: Performer) -> Policy:
     namespace = getattr(inspect.unwrap(perform), "__globals__", None)
     key = (policy, annotation, id(namespace))
     try:
-        known = NAMED.get(key)
-    except TypeError:  # an annotation that cannot be a key
+        known = WITH_TYPES.get(key)
+    except TypeError:  # the annotation is not hashable
         return add_types(policy, perform)
     if known is None or known[0] is not namespace:
-        if len(NAMED) >= MOST_NAMED:
-            NAMED.clear()
-        known = NAMED[key] = (namespace, add_types(policy, perform))
+        if len(WITH_TYPES) >= MOST_WITH_TYPES:
+            WITH_TYPES.clear()
+        known = WITH_TYPES[key] = (namespace, add_types(policy, perform))
     return known[1]
 
 
@@ -256,35 +261,32 @@ def add_types(policy: Policy, perform: Performer) -> Policy:
 
 
 def check_guard(guard: object) -> Guard:
-    """The guard; a ConfigurationError for anything else, such as its URL."""
+    """Return *guard*, or raise ConfigurationError if it is something else, such as a URL."""
     if not isinstance(guard, Guard):
         raise ConfigurationError(f"guard is a {type(guard).__name__}: make a Guard, as in Guard('sqlite:///once.db')")
     return guard
 
 
 def check_positive(name: str, count: int) -> int:
-    """A number of records, 1 or more: some stores would take 0 for all of them."""
+    """Return *count*, or raise ConfigurationError if it is below 1: some stores would take 0 for all records."""
     if type(count) is not int or count < 1:
         raise ConfigurationError(f"{name} = {count!r} is not a number of records: write 1 or more")
     return count
 
 
-# `with guard.attempt(operation) as attempt`: a block of code, rather than a function, that happens once.
-
-
 class GuardedBlock:
     """One try at an operation, as a block of code under `with` or `async with`.
 
-    If *fresh* is true, the block performs the operation, and sets *result* if there is one to be kept.  Otherwise the
-    operation was performed before, and *value* is its stored result; after the block it is so in either case.
+    If *fresh* is true, the block performs the operation, and may set *result*.  Otherwise the operation was performed before,
+    and *value* is its stored result.  After the block, *value* is the result in either case.
 
-    Leaving the block in any way but by an exception settles *result*, which is None unless it was set.  An exception ends the
-    attempt as that of a function does: it is the outcome if the policy's `errors` name it, in doubt if `doubt` names it, and
-    frees the key otherwise.  It is raised in any case.  If the stored outcome is an exception, entering raises it.
+    Leaving the block without an exception settles *result*, which is None by default.  An exception is always raised.  It is
+    the outcome if the policy's `errors` name it, leaves the outcome unknown if `doubt` names it, and otherwise frees the key.
+    If the stored outcome is an exception, entering the block raises it.
     """
 
     fresh = False
-    answer: Answer | None = None  # once it is known
+    answer: Answer | None = None  # None until it is known
     _attempt: LeaseAttempt
     _result: Any = None
 
@@ -302,12 +304,12 @@ class GuardedBlock:
 
     @property
     def value(self) -> Any:
-        """The operation's value: the stored one, or the result of this block."""
+        """The operation's value: the stored value, or the result of this block."""
         return self._result if self.answer is None else self.answer.value
 
     @property
     def result(self) -> Any:
-        """The value to be kept, set by a fresh block; an Outcome is kept as it is."""
+        """The value to store, which a fresh block sets; an Outcome is stored as it is."""
         return self._result
 
     @result.setter
@@ -353,14 +355,14 @@ class GuardedBlock:
             return
         try:
             if error is None:
-                self._keep((yield from self._attempt.returned(self._result)))
+                self._keep((yield from self._attempt.settle_value(self._result)))
             else:
-                yield from self._attempt.raised(error)
+                yield from self._attempt.settle_or_fail(error)
         finally:
-            self._attempt.drop()  # also if interrupted: the lease must not be renewed for ever
+            self._attempt.drop()  # also after an interrupt: the lease must not be renewed for ever
 
     def _keep(self, answer: Answer) -> None:
-        """Keep the answer with its value, or raise the exception that it is."""
+        """Set the answer with its value.  If its outcome is an exception, raise it."""
         self.answer = self._guard.valued(self._operation, self._policy, answer)
         if answer.outcome.kind == "error":
             raise self.answer.value

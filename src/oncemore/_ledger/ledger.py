@@ -1,4 +1,4 @@
-"""A store with everything that this process keeps beside it: cached outcomes, renewed leases, observers."""
+"""The store, together with the parts that a process has beside it: cache, heartbeat, observers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, CorruptRecord, Fenced, OncemoreError, StoreError
-from .decisions import Answer, check, in_progress, is_over, outcome_unknown, replay
+from .decisions import Answer, check, in_progress, is_free, outcome_unknown, replay
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import UNREADABLE, Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES, Store
 from .values import NOTHING, value_or_error
 
-# The first look after a wait; each further one waits twice as long, up to the store's own limit.
+# The first wait in seconds; each further one is twice as long, up to the store's `poll`.
 FIRST_POLL = 0.02
 
 
@@ -39,7 +39,7 @@ class Ledger:
         self.cache = Cache(clock, most=cache)
         self.heartbeat = Heartbeat(self._renew, clock)
         store.wakeups.subscribe(self.cache.drop)
-        # Not in `close`: a guard may be used again after it, and one that nobody closed must not leave its cache behind.
+        # Not in `close`: a guard may be used again after it, and a guard that was never closed must be unsubscribed too.
         weakref.finalize(self, store.wakeups.unsubscribe, self.cache.drop).atexit = False
 
     # Claiming
@@ -47,7 +47,10 @@ class Ledger:
     def claim(
         self, operation: Operation, policy: Policy, wait: float | None = None, request: bytes = b""
     ) -> Plan[Lease | Record]:
-        """Claim the operation: its lease, or its settled record.  A running one is waited for; any other record refuses."""
+        """Claim the operation: return its lease, or its settled record.
+
+        Waits if it is running; raises if it is held or of another request.
+        """
         found = yield from self.store.claim(operation, lease=policy.lease, request=request)
         if isinstance(found, Lease):
             return found
@@ -56,9 +59,9 @@ class Ledger:
     def wait_for(
         self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
     ) -> Plan[Lease | Record]:
-        """Wait, as far as the policy allows, for the end of the running attempt that *record* belongs to.
+        """Wait for the end of the running attempt that *record* belongs to, as long as the policy and *wait* allow.
 
-        Returns its settled record, or the lease if it has failed.
+        Returns the settled record, or a lease if the attempt has ended without an outcome.
         """
         found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
@@ -69,7 +72,7 @@ class Ledger:
         self.emit("waiting", operation, token=found.token)
         ends, delay = self.clock.monotonic() + limit, FIRST_POLL
         with self.store.wakeups.waiting(operation.id) as waiter:
-            while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
+            while True:  # register the waiter before asking the store, so that no wake-up is missed
                 found = yield from self.store.claim(operation, lease=policy.lease, request=request)
                 if not isinstance(found, Lease):
                     found = yield from self._judge(found, operation, policy)
@@ -83,9 +86,12 @@ class Ledger:
                 delay = min(delay * 2, self.store.poll)
 
     def _judge(self, found: Record, operation: Operation, policy: Policy) -> Plan[Lease | Record]:
-        """Decide about the record that a claim met: a lease after all, or that record, settled or running."""
+        """Return the record that a claim met, if it is settled or running; or a lease on it, if it is free.
+
+        Raises if the record is held, or of another request.
+        """
         check(operation, found.fingerprint)
-        if is_over(found):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
+        if is_free(found):  # free, but with an older fingerprint of the same request: claim with the stored one
             former = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
             again = yield from self.store.claim(former, lease=policy.lease)
             return again if isinstance(again, Lease) else (yield from self._judge(again, operation, policy))
@@ -96,7 +102,7 @@ class Ledger:
     # Replaying
 
     def replay(self, record: Record, operation: Operation, policy: Policy) -> Plan[Answer]:
-        """The answer to a repeated operation, from its settled record."""
+        """Return the answer to a duplicate, from the settled record."""
         answer = yield from self._repeat(record, policy)
         if self.observers:
             self.emit("replayed", operation, status=answer.outcome.status, tier=record.tier)
@@ -116,14 +122,14 @@ class Ledger:
         return replay(outcome, policy, expires_at=record.expires_at)
 
     def valued(self, operation: Operation, policy: Policy, answer: Answer) -> Answer:
-        """The answer with its value, also if it was not performed just now.  A corrupt record is an event, and raises."""
+        """Return the answer with its value, read from the outcome if necessary.  Raises CorruptRecord, and emits an event."""
         if answer.value is not None or answer.outcome == NOTHING:
             return answer
         value = self.value_of(operation, policy, answer.outcome)
         return Answer(answer.outcome, answer.how, answer.expires_at, answer.attempt, value)
 
     def value_of(self, operation: Operation, policy: Policy, outcome: Outcome) -> Any:
-        """The value that a stored outcome holds, or its error; a response is its own value."""
+        """Return the value or the error in a stored outcome; the value of a response is the outcome itself."""
         if outcome.kind == "response":
             return outcome
         try:
@@ -133,7 +139,7 @@ class Ledger:
             raise
 
     def answer_of_successor(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
-        """A late owner answers with the outcome of the attempt that took over, if that has settled; else it raises *error*."""
+        """Return the outcome of the attempt that took over from a late owner.  Raise *error* if it has not settled."""
         record = yield from self.store.find(operation.scope, operation.key)
         if record is None or record.state != "settled" or not operation.same(record.fingerprint):
             raise error
@@ -142,10 +148,10 @@ class Ledger:
     # Ending
 
     def settle_failed(self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception) -> Plan[Answer]:
-        """The answer for the caller if the outcome of its attempt could not be settled.
+        """Return the answer for the caller after *error* has prevented a settle.
 
-        If the attempt was too slow, the outcome of its successor counts.  If the store cannot write, the caller still gets the
-        outcome, because the effect has happened ("unstored"); the record lapses, and is then in doubt.
+        If the attempt was too slow, its successor's outcome is the answer.  If the store cannot write, the caller still gets
+        its own outcome, "unstored", because the effect has happened; the record lapses, and its outcome is then unknown.
         """
         operation = lease.operation
         if isinstance(error, Fenced):
@@ -159,9 +165,13 @@ class Ledger:
     def _settle_as_tombstone(
         self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception
     ) -> Plan[Answer]:
-        """The store cannot encode the outcome, such as a header that is no plain text: keep that it happened."""
-        log.error("%s %r: the outcome cannot be stored, only that it happened", *lease.operation.id, exc_info=error)
-        # The reason is for the function's own caller; the client of an HTTP response must not see it.
+        """Settle a tombstone, because the store cannot encode the outcome (such as a header with a wrong type)."""
+        log.error(
+            "%s %r: the outcome cannot be stored, only that it happened; duplicates get OutcomeNotKept",
+            *lease.operation.id,
+            exc_info=error,
+        )
+        # The caller of a function may read the reason; the client of an HTTP response must not.
         reason = "" if answer.outcome.kind == "response" else repr(error)
         tombstone = Outcome("tombstone", body=reason.encode("utf-8", "backslashreplace"))
         try:
@@ -175,7 +185,7 @@ class Ledger:
     def release(self, lease: Lease, *, retention: float) -> Plan[None]:
         """Release the lease, so that the next claim performs.  If that fails, the lease lapses.
 
-        The record remembers what the key stands for during *retention*; without one, it is forgotten at once.
+        The record keeps the fingerprint for *retention* seconds.  With 0, the key runs as new.
         """
         try:
             yield from self.store.release(lease, retention=retention)
@@ -185,12 +195,12 @@ class Ledger:
             self.emit("released", lease.operation, token=lease.token, attempt=lease.attempt)
 
     def hold(self, lease: Lease, note: str) -> Plan[None]:
-        """Have a person or a resolver decide about the operation."""
+        """Hold the operation until a person or a program resolves it."""
         yield from self.store.hold(lease, note=note[:500])
         self.emit("held", lease.operation, token=lease.token, detail=note)
 
     def lapse(self, lease: Lease) -> Plan[None]:
-        """End the lease now, without saying how the operation ended.  If that fails, the lease lapses later."""
+        """End the lease now, with the outcome unknown.  If that fails, the lease lapses by itself later."""
         try:
             yield from self.store.renew(lease, lease=0.0)
         except (Fenced, *STORE_FAILURES) as error:
@@ -204,10 +214,10 @@ class Ledger:
             yield from self.store.renew(lease, lease=renewal.seconds)
         except Fenced as error:
             renewal.lost = True
-            if not renewal.stopped:  # else it met its own settle, which came first
+            if not renewal.stopped:  # else this attempt has settled meanwhile
                 self.emit("fenced", lease.operation, token=lease.token, code=error.code)
         except STORE_FAILURES as error:
-            renewal.due = 0.0  # again at the next tick
+            renewal.due = 0.0  # try again at the next tick
             self.emit("failed", lease.operation, token=lease.token, code=error.code)
         else:
             self.emit("renewed", lease.operation, token=lease.token, attempt=lease.attempt)
@@ -215,29 +225,30 @@ class Ledger:
     # Observers
 
     def refused(self, operation: Operation, error: BaseException) -> None:
-        """Show the observers that the caller got an error of the ledger's instead of an outcome."""
+        """Show the observers that the caller got *error* instead of an outcome, if it is one of oncemore's errors."""
         if self.observers and isinstance(error, OncemoreError):
-            if isinstance(error, StoreError):  # also a corrupt record
+            if isinstance(error, StoreError):  # includes CorruptRecord
                 self.emit("failed", operation, code=error.code, detail=error.detail)
             else:
                 self.emit("refused", operation, code=error.code)
 
     def emit(self, kind: EventKind, operation: Operation, **facts: Any) -> None:
-        """Show the transition to the observers, if there are any."""
+        """Show a transition to the observers, if there are any."""
         if self.observers:
             tell_all(self.observers, Event(kind=kind, operation=operation, **facts))
 
 
 # The cache: settled outcomes do not change until they expire, so a replay need not ask the store.
 
-# An operator's delete in another process arrives as a message if the store sends any.  If not, this many seconds bound it.
+# The seconds that an outcome stays in the cache.  An operator in another process may delete its record, and not every store
+# sends a message then.
 LONGEST = 60.0
-# The bytes that an entry takes beside its packed outcome: the dictionary's share, the key's tuple and the headers of its texts.
+# The bytes of an entry beside its packed outcome: its share of the dictionary, the tuple of its id, and two string headers.
 PER_ENTRY = 250
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A settled outcome, and until when this process may trust it."""
+class Cached(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A settled outcome; this process may replay it until *until*, by its own clock."""
 
     fingerprint: str
     outcome: Outcome
@@ -246,14 +257,14 @@ class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 pack = msgspec.msgpack.Encoder().encode
-unpack = msgspec.msgpack.Decoder(Kept).decode
+unpack = msgspec.msgpack.Decoder(Cached).decode
 
 
 class Cache:
-    """The latest outcomes, within a limit of *most* bytes.  It measures durations and never reads the date.
+    """The latest outcomes, at most *most* bytes.  It uses a monotonic clock, so setting the date changes nothing.
 
-    Outcomes are packed: the garbage collector need not look at bytes, and they do not scatter the objects of the requests
-    that follow over the memory.
+    Outcomes are packed, because the garbage collector does not visit bytes, and because objects that stay behind from each
+    request make the next requests slower.
     """
 
     def __init__(self, clock: TimeSource, *, most: int = 32 * 1024 * 1024) -> None:
@@ -265,18 +276,18 @@ class Cache:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()  # for changes; a single look into the dictionary needs none
-        self._entries: OrderedDict[Id, bytes] = OrderedDict()  # a plain dict takes long to find its oldest entry
+        self._lock = threading.Lock()  # for changes; a lookup needs none
+        self._entries: OrderedDict[Id, bytes] = OrderedDict()  # a plain dict is slow to find its oldest entry
         self._size = 0
 
-    def get(self, id: Id) -> Kept | None:
+    def get(self, id: Id) -> Cached | None:
         """Return the outcome of the operation *id*, if it is known and has not expired."""
         packed = self._entries.get(id)
         if packed is None:
             return None
         try:
             kept = unpack(packed)
-        except msgspec.ValidationError:  # the performer's outcome is not of its declared type: leave it to the store
+        except msgspec.ValidationError:  # the performer's outcome has a member of a wrong type: leave it to the store
             return None
         if kept.until <= self._monotonic():
             self.drop(id)
@@ -288,12 +299,12 @@ class Cache:
         until = self._monotonic() + (remaining if remaining < LONGEST else LONGEST)
         try:
             packed = pack((fingerprint, outcome, until, expires_at))
-        except (TypeError, ValueError, OverflowError):  # not of its declared type, such as a status of 2**70
+        except (TypeError, ValueError, OverflowError):  # a member has a wrong type or size, such as a status of 2**70
             self.drop(id)
             return
         size = _size_of(id, packed)
         with self._lock:
-            self._remove(id)  # also if the new one is not kept: the old one is not true any more
+            self._remove(id)  # also if the new outcome is too large, because the old one is no longer true
             if size <= self._most // 16:  # a larger one would push out too many others
                 self._entries[id] = packed
                 self._size += size
@@ -301,7 +312,7 @@ class Cache:
                 self._remove(next(iter(self._entries)))
 
     def drop(self, id: Id | None) -> None:
-        """Forget the operation *id*; all of them if it is None, because some may have been deleted unnoticed."""
+        """Forget the operation *id*.  None forgets all, because a message about any of them may have been missed."""
         with self._lock:
             if id is None:
                 self._entries.clear()

@@ -1,4 +1,4 @@
-"""The nouns of the ledger: an operation is asked for, a lease lets one caller perform it, a record remembers it."""
+"""The types of the ledger: an operation, the lease of the caller that performs it, its record and its outcome."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..errors import InvalidKey
 from .states import HELD, RUNNING, State
 
 Kind = Literal["response", "value", "error", "tombstone"]
-UNREADABLE = "unreadable record"  # the note of a record whose outcome a store cannot read; it is shown as a tombstone
+UNREADABLE = "unreadable record"  # the note of a record whose outcome the store cannot read; a tombstone replaces it
 Tier = Literal["process", "redis", "database"]  # where a stored outcome was found
 
-# None of these can be part of a cycle, so the garbage collector need not look at them (`gc=False`): a cache full of
-# outcomes would otherwise make each of its runs longer.
+# Objects of these classes are in no reference cycle, so the garbage collector need not visit them (`gc=False`).  Otherwise
+# each of its runs would take longer.
 
 
 class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One intended effect.  *scope* owns the name, *key* is the caller's name, *fingerprint* digests what was asked.
+    """One intended effect.  *scope* owns the *key*, which is the caller's name for it; *fingerprint* digests the request.
 
-    *name* is the kind of operation (`refunds.create`).  *matches* tells whether a fingerprint stored under an older
-    algorithm or secret means this same request.  *issued_at* dates the key, if the caller tells.  *unique* is what must
-    happen once whatever the key: one payment per order.  *request* returns the request, for a completer that may have to
-    finish it without the caller; *giving_up* says that this is the last attempt.
+    *name* is the kind of operation (`refunds.create`).  *matches* tells whether a fingerprint that was stored under an older
+    algorithm or secret is of this same request.  *issued_at* is the time of the key, if the caller tells it.  *unique* names
+    the effect that must happen once whatever the key, such as an order to be paid.  *request* returns the request, for a
+    completer that finishes the operation without its caller.  *giving_up* is true in the last attempt.
     """
 
     scope: str
@@ -44,7 +44,7 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
     giving_up: bool = False
 
     def __post_init__(self) -> None:
-        # A database would take 5 for "5", and then not know it again: it would happen twice.
+        # A database would store 5 as "5", and not find it again for 5: the effect would happen twice.
         if not isinstance(self.key, str) or not isinstance(self.scope, str):
             raise InvalidKey(f"scope {self.scope!r} and key {self.key!r} name an operation; both must be texts")
 
@@ -53,7 +53,7 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
         return (self.scope, self.key)
 
     def same(self, stored: str) -> bool:
-        """Whether the stored fingerprint is of this request; an empty one compares with nothing."""
+        """Whether the *stored* fingerprint is of this request.  An empty fingerprint, on either side, fits every request."""
         if stored == self.fingerprint or not stored or not self.fingerprint:
             return True
         return self.matches is not None and self.matches(stored)
@@ -68,14 +68,14 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     body: bytes = b""
 
     def digest(self) -> str:
-        """The hash of the response, for the audit."""
+        """Return the hash of the body, for the audit."""
         return hashlib.sha256(self.body).hexdigest()
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The right to perform *operation* until *expires_at* by the store's clock; *token* only ever grows.
+    """The right to perform *operation* until *expires_at* by the store's clock.  *token* grows with every claim.
 
-    *lapsed* says that an earlier attempt crashed: whether its effect happened is not known.
+    *lapsed* is true if an earlier attempt crashed, and may have taken effect.
     """
 
     operation: Operation
@@ -86,7 +86,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """One call of a store's `claim`.  *holder* names it: no other claim, of any process, ever has the same name."""
+    """One call of a store's `claim`.  *holder* is its name, which no other claim of any process ever has."""
 
     operation: Operation
     holder: str
@@ -95,28 +95,28 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder:
-    """Names each claim of this process: if the answer to a claim was lost, the claim can be sent again, and is recognised."""
+    """Makes a unique name for each claim of this process, so that the store recognises a claim that is sent again."""
 
     def __init__(self) -> None:
         self._reset()
-        reset_in_child(self)  # which must not repeat its parent's names
+        reset_in_child(self)  # a child must not repeat its parent's names
 
     def _reset(self) -> None:
-        self._prefix = ""  # not yet: a process that has just been forked has other things to do
+        self._prefix = ""  # made at the first claim, to keep forks fast
         self._count = itertools.count(1)
 
     def next(self) -> str:
-        """A name that no other claim has, nor will have."""
+        """Return a name that no other claim ever has."""
         if not self._prefix:
             self._prefix = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}:"
         return f"{self._prefix}{next(self._count)}"
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """The stored state of an operation.  All times are the store's; *now* is when it was read.
+    """The stored state of an operation.  All times are by the store's clock; *now* is the time of the read.
 
-    *request* is what was asked, if the operation may have to be finished without its caller: it is written by the claim
-    and dropped when the operation is settled.  *tier* is where it was read from.
+    *request* is the stored request, if the operation may have to be finished without its caller: a claim writes it, and
+    `settle` drops it.  *tier* says where the record was read.
     """
 
     scope: str
@@ -145,14 +145,14 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def remaining(self) -> float:
-        """Seconds of retention left when it was read."""
+        """The seconds of retention that were left when the record was read."""
         return (self.expires_at or self.now) - self.now
 
 
 def state_of(record: Record | None, now: float | None = None) -> str:
-    """The state as the store's clock sees it, when the record was read or at *now*.
+    """Return the state by the store's clock, at *now* or when the record was read.
 
-    Only settled and released records expire; only running ones lapse.
+    Only settled and released records expire; only running records lapse.
     """
     if record is None:
         return "absent"

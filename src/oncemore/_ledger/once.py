@@ -1,4 +1,4 @@
-"""The decorator `once`: a function, sync or async, runs once per key."""
+"""The decorator `once`: a sync or async function runs once per key."""
 
 from __future__ import annotations
 
@@ -36,14 +36,18 @@ def once(
     ignore: Sequence[str] = (),
     **settings: Any,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator: the function runs once per *key*, and every further call gets the first one's result.
+    """Return a decorator: the function runs once per *key*, and each later call gets the result of the first.
 
-    *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
-    The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  The key of a method
-    must name what tells its objects apart (`"{self.id}:{order}"`), unless *ignore* has `"self"`.  *name* owns the
-    keys; by default it is the function's own.  *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`; the guard's
-    policy gives the others.  A repeated call returns an equal value of the same type: built-in types, and the classes
-    that the function's return annotation or `types=(Order,)` names.
+    A later call returns an equal value of the same type.  It may consist of built-in types, and of the classes that the
+    function's return annotation or `types=(Order,)` names.  Its arguments must be the same as those of the first call.
+
+    Args:
+        guard: The guard whose ledger has the operations.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  The
+            key of a method must tell its objects apart (`"{self.id}:{order}"`), unless *ignore* has `"self"`.
+        name: Owns the keys; by default the function's module and name.
+        ignore: The parameters that are not compared, such as a session or a logger.
+        settings: Those of `Policy`, such as `ttl="7d"` or `errors=(...)`; the guard's policy gives the others.
     """
     policy = check_guard(guard).policy.but(**settings)
 
@@ -54,7 +58,7 @@ def once(
 
 
 class Once(Generic[P, T]):
-    """A guarded function.  *decorator* is its name in error messages, *prefix* stands before its name in the scope."""
+    """A guarded function.  *decorator* is the decorator's name in error messages; *prefix* begins the scope."""
 
     decorator = "once"
     prefix = "once:"
@@ -72,7 +76,7 @@ class Once(Generic[P, T]):
         self.guard = guard
         self.function = function
         self.settings = policy
-        self.keeps_request = policy.effect == "steps"  # to finish it after a crash
+        self.keeps_request = policy.effect == "steps"  # so that a completer can finish it after a crash
         self.name = name or own_name(function)
         self.signature = inspect.signature(function)
         names = tuple(self.signature.parameters)
@@ -80,7 +84,7 @@ class Once(Generic[P, T]):
         for unknown in sorted(set(ignore) - set(names)):
             raise ConfigurationError(f"ignore names {unknown!r}, which {self.name} does not take")
         owner = {"self", "cls"}.intersection(names[:1])
-        # An object or class has no fingerprint of its own: if it matters, the key names it, as in "{self.id}".
+        # An object or class has no fingerprint; if it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
         self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
         if "self" in owner and "self" not in ignore and isinstance(self.key, Template) and not self.key.reads("self"):
@@ -93,9 +97,9 @@ class Once(Generic[P, T]):
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The settings, with the classes that the annotations name: those of the result and of the arguments that are kept.
+        """The settings, with the classes in the annotations of the result and of the stored arguments.
 
-        It is made at the first call, because an annotation may name a class that is defined below the function.
+        Made at the first call, because an annotation may name a class that is defined below the function.
         """
         returned = (*self.settings.types, *annotated_classes(self.function, "return"))
         for kind in returned:
@@ -109,7 +113,7 @@ class Once(Generic[P, T]):
         return dataclasses.replace(self.settings, types=(*returned, *kept))
 
     def types(self) -> tuple[type, ...]:
-        """Return the classes that results and kept arguments may be of."""
+        """Return the classes that results and stored arguments may have."""
         return self.policy.types
 
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
@@ -142,19 +146,19 @@ class Once(Generic[P, T]):
         return ATTEMPTS[self.policy.effect](self.guard, operation, self.policy).perform(perform)
 
     def drive(self, operation: Operation, request: Mapping[str, Any]) -> Plan[Answer]:
-        """Return the plan that finishes an operation of this function, from the arguments that were kept."""
+        """Return the plan that finishes an operation of this function, from the stored arguments."""
         bound = self.bound_again(request)
         return (yield from self.driven(self.guarded(operation, self.performer(*bound.args, **bound.kwargs))))
 
     def bound_again(self, request: Mapping[str, Any]) -> inspect.BoundArguments:
-        """Return the arguments that were kept, and defaults for the others.
+        """Return the stored arguments, bound to the parameters.
 
-        Raises a ConfigurationError unless the function can be called with them.
+        Raises ConfigurationError if the function cannot be called with them.
         """
-        instead = "give the completer a function of the operation and the kept arguments instead"
+        instead = "give the completer a function of the operation and the stored arguments instead"
         for name, parameter in self.signature.parameters.items():
             if name not in request and parameter.default is parameter.empty and parameter.kind not in VARIADIC:
-                raise ConfigurationError(f"{self.name} cannot be finished, because {name!r} is not kept: {instead}")
+                raise ConfigurationError(f"{self.name} cannot be finished, because {name!r} is not stored: {instead}")
         for name in request.keys() - self.signature.parameters.keys():
             raise ConfigurationError(
                 f"{self.name} cannot be finished, because it takes no {name!r} any more: {instead}"
@@ -164,14 +168,14 @@ class Once(Generic[P, T]):
         return bound
 
     def driven(self, plan: Plan[R]) -> Plan[R]:
-        """Return the plan; one that calls a sync function runs on a thread if an event loop drives it, because it blocks."""
+        """Return the plan.  If the function is sync, an event loop runs the plan on a thread, because the function blocks."""
         if self.awaited:
             return (yield from plan)
         result: R = yield Do(partial(run, plan), None)
         return result
 
     def performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
-        """Return a function that calls the guarded one, with the operation as the current one."""
+        """Return a performer: it makes the operation the current one, and calls the function with these arguments."""
         function = cast("Callable[..., Any]", self.function)
 
         async def aperform(op: Op) -> Any:
@@ -191,7 +195,7 @@ class Once(Generic[P, T]):
         return aperform if self.awaited else perform
 
     def wrapped(self) -> Callable[P, T]:
-        """Return the function to call instead."""
+        """Return the guarded function, which replaces the decorated one."""
 
         @functools.wraps(self.function)
         async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -210,7 +214,7 @@ class Once(Generic[P, T]):
     def result(self, operation: Operation, answer: Answer) -> Any:
         """Return the function's value, or raise the error that is its outcome."""
         value = answer.value
-        if value is None:  # it was performed before, or has returned nothing
+        if value is None:  # a replay, or the function returned None
             value = self.guard.valued(operation, self.policy, answer).value
         if isinstance(value, self.policy.errors):
             raise value
@@ -237,8 +241,8 @@ def check_function(function: Callable[..., Any], decorator: str) -> None:
 
 
 def own_name(function: Callable[..., Any]) -> str:
-    """Return the name that owns the function's keys; raises a ConfigurationError if it has none that tells it from others."""
+    """Return the module and name of the function, or raise ConfigurationError if it has no name of its own."""
     name = getattr(function, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
-        raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
+        raise ConfigurationError(f"{function!r} has no name of its own, which its keys need: give it one by name=")
     return f"{module_of(function)}.{name}"

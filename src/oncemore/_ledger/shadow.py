@@ -1,4 +1,4 @@
-"""The records of shadow mode: what would have been done with requests that were passed on untouched."""
+"""The records of shadow mode: they count requests by the decision that the guard would have made."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal, get_args
 from .._runtime.plan import Plan
 from .store import Filter, Store
 
-SHADOW = "shadow"  # begins the scopes of these records
-# A repeat would have got the stored outcome; been refused; waited for the running one; or met an unknown outcome.
+SHADOW = "shadow"  # the beginning of the scopes of these records
+# The decision about a duplicate: it gets the stored outcome, is refused, waits for the running one, or is held as unknown.
 Verdict = Literal["replayed", "refused", "waited", "held"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 PAGE = 1000
 
 
 def count_verdicts(store: Store) -> Plan[dict[str, dict[str, int]]]:
-    """How many requests would have been replayed, refused, and so on, by the name of their operation."""
+    """Return the number of requests for each verdict and name of operation."""
     counts: dict[str, dict[str, int]] = {}
     for verdict in VERDICTS:
         found: Counter[str] = Counter()

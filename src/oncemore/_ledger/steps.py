@@ -1,8 +1,9 @@
-"""Steps: an operation split into parts, each of them an operation of its own in the same ledger.
+"""Steps: an operation is split into parts, and each part is an operation of its own in the same ledger.
 
-The n-th step is the operation `<key>:<epoch>:<n>`; its fingerprint is the step's name.  A settled step is a checkpoint: its
-value is given, and nothing runs.  Any other is claimed and performed like any operation, a database step in a transaction,
-every other under a lease.  So a step has one performer at a time, and needs no table of its own.
+The n-th step is the operation `<key>:<epoch>:<n>`; its fingerprint is the step's name.  A settled step is a checkpoint: the
+next attempt gets its value and calls nothing.  A step that is not settled is claimed and performed like any operation: a
+database step in a transaction, every other step under a lease.  So a step has one performer at a time, and steps need no
+table of their own.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from .values import Types, encode, replayed, to_plain, value_or_error
 
 
 class Undone(Exception):
-    """Ends the performer of an operation that has failed for good: its steps are being undone."""
+    """Raised in the performer of an operation that has failed for good, to end it: its steps are being undone."""
 
 
 class Steps:
-    """The steps of one attempt at an operation, from `open` to the performer's end."""
+    """The steps of one attempt at an operation, from `load` to the performer's end."""
 
     def __init__(self, ledger: Ledger, lease: Lease, policy: Policy, renewal: Renewal) -> None:
         self.ledger = ledger
@@ -54,24 +55,24 @@ class Steps:
         self.operation = lease.operation
         self.policy = policy
         self.renewal = renewal
-        self.epoch = ""  # when the record began, by the store's clock: another one under the same key has other steps
-        self.begun = 0  # the number of the last step that was asked for
-        self.names: set[str] = set()  # of all that were
-        self.done = 0  # how many are checkpointed; always the first ones
+        self.epoch = ""  # the time at which the record began; a later record under the same key has other steps
+        self.begun = 0  # the number of the latest step that was begun
+        self.names: set[str] = set()  # the names of all steps begun so far
+        self.done = 0  # the number of checkpoints: steps 1 to *done* are settled
         self.under_way = ""  # the name of the step that is running
-        self.failed = ""  # the name of the step that ended without a checkpoint
-        self.undos: list[tuple[Step, Any]] = []
-        self.closed = False  # it has failed for good, in this attempt or an earlier one
-        self.failure: Outcome | None = None  # and this is its outcome; None if it was given up
-        self.doubt = ""  # the name of a step that was begun, has no checkpoint, and may have taken effect
-        self.lost: Fenced | None = None
-        self._renewed = ledger.clock.monotonic()
-        self._ahead = 0.0  # how much later it is by the store's clock
+        self.failed_step = ""  # the name of the step that ended without a checkpoint
+        self.undos: list[tuple[Step, Any]] = []  # the undo steps of the steps that were taken, and their values
+        self.failed_for_good = False  # whether the operation has failed for good, in this attempt or an earlier one
+        self.failure: Outcome | None = None  # the outcome of an operation that failed for good; None if it was given up
+        self.step_in_doubt = ""  # the name of a step that was begun, has no checkpoint, and may have taken effect
+        self.lost: Fenced | None = None  # the error by which this attempt learned that another has taken over
+        self._renewed = ledger.clock.monotonic()  # the time of the latest renewal by `check_owner`
+        self._ahead = 0.0  # the store's clock minus this process's monotonic clock, in seconds
 
     # Before the first step
 
-    def open(self) -> Plan[float | None]:
-        """Find the operation's own record, which names its steps; the deadline that an earlier attempt kept in it, if any."""
+    def load(self) -> Plan[float | None]:
+        """Read the epoch from the operation's own record.  Return the deadline that an earlier attempt stored, or None."""
         record = yield from self.ledger.store.find(self.operation.scope, self.operation.key)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
@@ -80,14 +81,14 @@ class Steps:
         if self.lease.attempt == 1:
             return None
         is_old = record.now - record.created_at > UNFINISHED
-        if is_old and (self.lease.lapsed or (yield from self.any_taken())):  # a missing step would be taken again
+        if is_old and (self.lease.lapsed or (yield from self.any_begun())):  # a step without checkpoint would run again
             raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")
-        # Only the deadline is read, so a class that the request names may have another name by now.
+        # Without classes, because only the deadline is needed, and a class in the request may have been renamed.
         deadline: float | None = unpack_request(record.request, None)["deadline"]
         return deadline
 
-    def named(self, number: int | str, name: str) -> Operation:
-        """The operation of step *number*."""
+    def operation_of(self, number: int | str, name: str) -> Operation:
+        """Return the operation of step *number*."""
         key = join(self.operation.key, self.epoch, str(number))
         return Operation(f"step|{self.operation.scope}", key, name, f"{self.operation.name}/{name}")
 
@@ -96,11 +97,11 @@ class Steps:
     def step(
         self, name: str, function: Callable[..., Any], undo: Callable[..., Any] | None, **settings: Any
     ) -> Plan[Any]:
-        """The plan of the next step, with the settings of `Op.step`.  Its number is taken now, also if it is awaited later."""
+        """Return the plan of the next step, with the settings of `Op.step`.  The step gets its number now, before it runs."""
         again = name in self.names
         step = Step(self._next(name), name, function, **settings, again=again)
-        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
-        return self._take(step, back)
+        undo_step = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
+        return self._take(step, undo_step)
 
     def _next(self, name: str) -> int:
         if not name:
@@ -109,64 +110,67 @@ class Steps:
             raise ConfigurationError(
                 f"step {name!r} begins, and {self.under_way!r} has not ended: await each step before the next"
             )
-        if self.failed:
+        if self.failed_step:
             raise ConfigurationError(
-                f"step {name!r} comes after {self.failed!r} has failed, which the next attempt would try again; "
-                "an error that the operation can live with belongs in `errors` of its policy"
+                f"step {name!r} comes after {self.failed_step!r} has failed, and the next attempt would begin with "
+                f"{self.failed_step!r}: let its error end the performer, or name the error in `errors` of the policy"
             )
         self.begun += 1
         self.names.add(name)
         self.under_way = name
         return self.begun
 
-    def _take(self, step: Step, back: Step | None) -> Plan[Any]:
+    def _take(self, step: Step, undo_step: Step | None) -> Plan[Any]:
         try:
             yield from self._stop_if_given_up(step)
             answer = yield from self.perform(step)
-            self._stop_if_closed(answer.outcome)
-        except BaseException:  # it has no checkpoint, so no other step may follow it
-            self.failed = step.name
+            self._stop_at_mark(answer.outcome)
+        except BaseException:  # the step has no checkpoint, so no other step may follow
+            self.failed_step = step.name
             raise
         finally:
             self.under_way = ""
         self.done += 1
-        value, policy = answer.value, step.naming(self.policy)
+        value, policy = answer.value, step.with_types(self.policy)
         if answer.how != "stored":
             value = value_or_error(answer.outcome, policy.errors, policy.types)
         if answer.outcome.kind == "error":
             raise value
-        if back is not None:
-            self.undos.append((back, value))
+        if undo_step is not None:
+            self.undos.append((undo_step, value))
         return value
 
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
-        """The step's answer: from its checkpoint, or by performing it as often as its retry allows."""
-        operation = self.named(step.number, step.name)
+        """Return the step's answer, from its checkpoint or by performing it, as often as its retry allows.
+
+        *value* is the value of the step that an undo step undoes.
+        """
+        operation = self.operation_of(step.number, step.name)
         key = derive(self.operation, step.label)
-        policy = step.policy(step_policy(step.naming(self.policy), step.effect), key)
+        policy = step.policy(step_policy(step.with_types(self.policy), step.effect), key)
         if self.lease.attempt > 1 and policy.on_unknown != "retry":
             record = yield from self.ledger.store.find(*operation.id)
-            if record is not None and is_unset_mark(record):
+            if record is not None and is_unsettled_mark(record):
                 policy = dataclasses.replace(policy, on_unknown="retry")
         delays = iter(step.retry.delays())
         while True:
             yield from self.check_owner()
-            called = Called(step, key, value)
+            performer = StepPerformer(step, key, value)
             kind = TransactionAttempt if step.effect == "transaction" else LeaseAttempt
             try:
-                answer = yield from kind(self.ledger, operation, policy).perform(called)
+                answer = yield from kind(self.ledger, operation, policy).perform(performer)
             except PayloadMismatch as error:
-                if called.began:  # the function raised it
+                if performer.began:  # the step's function has raised it, not the ledger
                     raise
                 raise (yield from self._changed(operation, step)) from error
             except Exception as error:
                 held = policy.on_unknown == "hold" and policy.doubts(error)
-                delay = next(delays, None) if wants(step.retry, error) and not held else None
+                delay = next(delays, None) if may_retry(step.retry, error) and not held else None
                 if delay is None:
                     raise
                 yield Sleep(delay)
             else:
-                return kept(answer, step.name)
+                return check_checkpoint(answer, step.name)
 
     def _changed(self, operation: Operation, step: Step) -> Plan[StepsChanged]:
         record = yield from self.ledger.store.find(*operation.id)
@@ -177,27 +181,27 @@ class Steps:
         )
 
     def sleep(self, name: str, seconds: float | str) -> Plan[None]:
-        """The plan of a step that lets time pass: by the store's clock, and counted from the first attempt."""
+        """Return the plan of a step that waits until *seconds* after its first attempt, by the store's clock."""
         length = duration(seconds)
         if length > UNFINISHED:
             raise ConfigurationError(
-                f"step {name!r} sleeps for {length:g} s; an operation may be unfinished for 30 days"
+                f"step {name!r} sleeps for {length:g} s, but an operation must be finished within 30 days: sleep for less"
             )
         return self._sleep(self.step(name, lambda: self._now() + length, None, retry=ONCE))
 
     def _sleep(self, step: Plan[float]) -> Plan[None]:
-        left = (yield from step) - self._now()  # the checkpoint is the time at which to wake up
+        left = (yield from step) - self._now()  # the checkpoint is the time at which the sleep ends
         if left > 0:
             yield Sleep(left)
 
     def _now(self) -> float:
-        """The time by the store's clock."""
+        """Return the time by the store's clock."""
         return self._ahead + self.ledger.clock.monotonic()
 
     # Late owners
 
     def check_owner(self) -> Plan[None]:
-        """Raise Fenced if another attempt has taken over.  The store is asked if a third of the lease has passed since."""
+        """Raise Fenced if another attempt has taken over.  Ask the store, by a renewal, once in a third of the lease."""
         if self.lost is not None or self.renewal.lost:
             raise self._fence(self.lost or fenced(self.lease))
         now = self.ledger.clock.monotonic()
@@ -216,87 +220,88 @@ class Steps:
 
     # The end
 
-    def ended(self, *, final: bool) -> Plan[None]:
-        """Refuse an end that did not wait for a step, and a *final* one that leaves out a step of an earlier attempt."""
+    def check_end(self, *, final: bool) -> Plan[None]:
+        """Raise if a step was not awaited, or if a *final* outcome leaves out a step that an earlier attempt has begun."""
         if self.under_way:
             raise ConfigurationError(f"step {self.under_way!r} was never awaited: write await op.step(...)")
-        if self.lease.attempt == 1 or self.closed or self.failed or not final:
+        if self.lease.attempt == 1 or self.failed_for_good or self.failed_step or not final:
             return
-        record = yield from self.ledger.store.find(*self.named(self.done + 1, "").id)
-        if record is None or is_unset_mark(record):
+        record = yield from self.ledger.store.find(*self.operation_of(self.done + 1, "").id)
+        if record is None or is_unsettled_mark(record):
             return
-        if is_closed(record.outcome):
-            self._close(record.outcome)
+        if is_mark(record.outcome):
+            self._read_mark(record.outcome)
             return
         raise StepsChanged(
             f"the operation ended after {self.done} steps, and an earlier attempt had begun step {self.done + 1}, "
             f"{record.fingerprint!r}: operations that began under the old code must take the same steps"
         )
 
-    def any_taken(self) -> Plan[bool]:
+    def any_begun(self) -> Plan[bool]:
         """Whether this attempt or an earlier one has begun a step."""
         if self.begun or self.lease.attempt == 1:
             return self.begun > 0
-        if not self.epoch:  # `open` failed, so nobody knows
+        if not self.epoch:  # `load` failed, so a step may have been begun
             return True
-        return (yield from self.ledger.store.find(*self.named(1, "").id)) is not None
+        return (yield from self.ledger.store.find(*self.operation_of(1, "").id)) is not None
 
     # Failing for good
 
-    def was_closed(self) -> Plan[bool]:
-        """Whether an earlier attempt has failed for good: then its mark stands behind the last of its steps."""
+    def has_mark(self) -> Plan[bool]:
+        """Whether an earlier attempt has failed for good: then its mark follows the last of its steps."""
         number = 0
         while self.lease.attempt > 1:
             number += 1
-            record = yield from self.ledger.store.find(*self.named(number, "").id)
-            if record is None or is_closed(record.outcome):
+            record = yield from self.ledger.store.find(*self.operation_of(number, "").id)
+            if record is None or is_mark(record.outcome):
                 return record is not None
         return False
 
-    def close(self, failure: Outcome | None) -> Plan[None]:
-        """Mark that no attempt takes another step: from here on, the steps that were taken are undone.
+    def fail_for_good(self, failure: Outcome | None) -> Plan[None]:
+        """Settle the mark: from now on no attempt takes another step, and the steps that were taken are undone.
 
-        The mark stands in the place of the next step.  So a late owner that is about to take that step finds the mark, or
-        has taken it before.  The mark also keeps the outcome, so that another attempt can continue the undoing.
+        The mark takes the place of the next step.  So a late owner that begins that step meets the mark, unless it has
+        taken the step before.  The mark also stores the failure, so that another attempt can go on with undoing.
         """
         yield from self.check_owner()
         policy = step_policy(self.policy, "lease")
-        found = yield from self.ledger.claim(self.named(self.done + 1, ""), policy)
+        found = yield from self.ledger.claim(self.operation_of(self.done + 1, ""), policy)
         if isinstance(found, Lease):
             body = b"" if failure is None else encode_outcome(failure)
-            mark = Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body)
+            mark = Outcome("value", headers=(MARK, (DOUBT, self.step_in_doubt)), body=body)
             yield from self.ledger.store.settle(found, mark, retention=policy.ttl)
-            self.closed, self.failure = True, failure
-        elif is_closed(found.outcome):
-            self._close(found.outcome)
+            self.failed_for_good, self.failure = True, failure
+        elif is_mark(found.outcome):
+            self._read_mark(found.outcome)
         else:
             raise StepsChanged(
                 f"the operation failed after {self.done} steps, and an earlier attempt had finished step {self.done + 1}, "
                 f"{found.fingerprint!r}: operations that began under the old code must take the same steps"
             )
 
-    def _close(self, mark: Outcome) -> None:
-        self.closed = True
+    def _read_mark(self, mark: Outcome) -> None:
+        self.failed_for_good = True
         self.failure = decode_outcome(mark.body) if mark.body else None
-        self.doubt = dict(mark.headers).get(DOUBT, "")
+        self.step_in_doubt = dict(mark.headers).get(DOUBT, "")
 
-    def _stop_if_closed(self, outcome: Outcome) -> None:
-        if is_closed(outcome):
-            self._close(outcome)
+    def _stop_at_mark(self, outcome: Outcome) -> None:
+        if is_mark(outcome):
+            self._read_mark(outcome)
             raise Undone("The operation has failed for good, and its steps are being undone")
 
     def _stop_if_given_up(self, step: Step) -> Plan[None]:
-        """In the last attempt no step is begun: it runs only to find the steps that must be undone."""
+        """Raise Undone at the first step without a checkpoint if this is the last attempt, which only undoes steps."""
         if self.operation.giving_up:
-            record = yield from self.ledger.store.find(*self.named(step.number, "").id)
+            record = yield from self.ledger.store.find(*self.operation_of(step.number, "").id)
             if record is None or record.state != "settled":
-                self.doubt = "" if record is None or is_unset_mark(record) else step.name
-                yield from self.close(None)
+                self.step_in_doubt = "" if record is None or is_unsettled_mark(record) else step.name
+                yield from self.fail_for_good(None)
                 raise Undone("The operation is given up, and its steps are being undone")
 
 
 # One step
 
+# The parameters by which a function asks for its step's transaction, and all parameters that a step fills by their names.
 BORROWED = {"connection", "session"}
 GIVEN = {"key", *BORROWED}
 
@@ -306,7 +311,7 @@ BACKOFF = Backoff()
 
 @dataclass(frozen=True, slots=True)
 class StepRetry:
-    """A number of *attempts*, whatever the error."""
+    """Allows *attempts* attempts, whatever the error."""
 
     attempts: int = 3
     backoff: Backoff = BACKOFF
@@ -325,7 +330,7 @@ class StepRetry:
             yield previous
 
 
-EXTERNAL, ONCE = StepRetry(), StepRetry(1)
+THREE_TIMES, ONCE = StepRetry(), StepRetry(1)
 
 
 class Step:
@@ -348,17 +353,18 @@ class Step:
         self.number = number
         self.name = name
         self.function = function
-        # The key for the provider is made from this: a second charge under the first one's key would be the first.
+        # The provider's key is derived from the label.  A second step of the same name needs another key, because under the
+        # first one's key the provider would replay the first.
         self.label = f"{name}\n{number}" if again else name
         self.undoes = undoes
-        self.takes = taken_by(function, name, takes_value=undoes)
+        self.takes = parameters_of(function, name, takes_value=undoes)
         plain = type(function) is FunctionType and "return" not in function.__annotations__
         self.returns = () if plain else annotated_classes(function, "return")
         borrows = any(each.name in BORROWED for each in self.takes)
         self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
-        # A transaction that the database refused is run again anyway, and no other failure is cured by time alone.  But an
-        # undo that fails has its operation held, which one lost connection must not do.
-        usual = ONCE if self.effect == "transaction" and not undoes else EXTERNAL
+        # A database step runs once: a refused transaction is run again anyway, and other errors would only repeat.  But an
+        # undo is tried again, because its failure holds the operation, which a lost connection must not do.
+        usual = ONCE if self.effect == "transaction" and not undoes else THREE_TIMES
         self.retry: Retrying = usual if retry is None else StepRetry(retry) if isinstance(retry, int) else retry
         self.on_unknown = on_unknown
         self.resolver = resolver
@@ -368,15 +374,15 @@ class Step:
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
 
-    def naming(self, policy: Policy) -> Policy:
+    def with_types(self, policy: Policy) -> Policy:
         """Return *policy*, with the classes that the return annotation of the step's function names."""
         new = tuple(kind for kind in self.returns if kind not in policy.types)
         return dataclasses.replace(policy, types=policy.types + new) if new else policy
 
     def policy(self, policy: Policy, key: str) -> Policy:
-        """The policy of steps, with this step's own on_unknown.
+        """Return *policy* (of all steps), with this step's own on_unknown, resolver and doubt.
 
-        The policy's errors may be the outcome of a step.  An undo that raises one of them has failed.
+        An error in `errors` is an outcome of a step, but the failure of an undo.
         """
         if self.undoes:
             return dataclasses.replace(policy, errors=())
@@ -388,8 +394,8 @@ class Step:
         return dataclasses.replace(policy, on_unknown=self.on_unknown, resolver=asks, doubt=doubt)
 
 
-class Called:
-    """The performer of a step: calls its function with the parameters it takes, and remembers that it was called."""
+class StepPerformer:
+    """The performer of a step: calls its function with the arguments that it takes, and remembers that it was called."""
 
     __slots__ = ("began", "key", "step", "value")
 
@@ -406,7 +412,7 @@ class Called:
             each.name: self._given(each.name, op) for each in self.step.takes if each.kind is not each.POSITIONAL_ONLY
         }
         given = self.step.function(*first, **rest)
-        return nothing_of(given) if self.step.undoes else given
+        return drop_value(given) if self.step.undoes else given
 
     def __repr__(self) -> str:  # for error messages
         return f"{self.step.function!r} of step {self.step.name!r}"
@@ -419,8 +425,8 @@ class Called:
         return self.key if name == "key" else self.value
 
 
-def nothing_of(given: Any) -> Any:
-    """Drop the value that an undo returns: nobody reads it, and a checkpoint might not be able to hold it."""
+def drop_value(given: Any) -> Any:
+    """Drop the value that an undo returns, because it is never read, and perhaps cannot be stored."""
 
     async def ended() -> None:
         await given
@@ -428,8 +434,8 @@ def nothing_of(given: Any) -> Any:
     return ended() if hasattr(given, "__await__") else None
 
 
-def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:
-    """The parameters that are passed.  Of an undo, the first one with another name gets the step's value."""
+def parameters_of(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters that get an argument.  In an undo, the first one with another name gets the step's value."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -448,8 +454,8 @@ def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> t
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def wants(retry: Retrying, error: Exception) -> bool:
-    """Whether the same step may work in a moment: not if the ledger refuses it, or the code must be changed."""
+def may_retry(retry: Retrying, error: Exception) -> bool:
+    """Whether to try the step again: not if the ledger refuses it for good, or if the code must be changed."""
     if isinstance(error, Refusal | Fenced | ConfigurationError):
         return getattr(error, "retryable", False) and not isinstance(error, Fenced)
     return retry.wants(error)
@@ -457,17 +463,17 @@ def wants(retry: Retrying, error: Exception) -> bool:
 
 # Checkpoints
 
-# How long an operation may be unfinished: its checkpoints are kept that much longer than its outcome.
+# The seconds that an operation may be unfinished.  Its checkpoints are kept that much longer than its outcome.
 UNFINISHED = 30 * 86400.0
-# A larger request is not kept: then only the caller can finish the operation, by a retry.
+# The bytes of the largest request that is stored.  If it is larger, only the caller can finish the operation, by a retry.
 LARGEST = 1024 * 1024
-CLOSED = ("oncemore-closed", "")  # marks the step at which an operation has failed for good
-DOUBT = "oncemore-doubt"  # names, in such a mark, the step in its place that was begun, and may have taken effect
+MARK = ("oncemore-closed", "")  # the first header of a mark: the operation has failed for good
+DOUBT = "oncemore-doubt"  # the header of a mark that names the step in doubt
 
 
 @lru_cache(maxsize=256)
 def step_policy(policy: Policy, effect: StepEffect) -> Policy:
-    """The policy of an operation's steps: the attempt that holds the operation waits for them, and every outcome is kept."""
+    """Return the policy of an operation's steps: every outcome is kept, and a running step is waited for."""
     return dataclasses.replace(
         policy,
         effect=effect,
@@ -484,28 +490,28 @@ def step_policy(policy: Policy, effect: StepEffect) -> Policy:
     )
 
 
-def kept(answer: Answer, name: str) -> Answer:
-    """The answer, if it is a checkpoint.  Without one the operation must not go on: the next attempt would repeat the step."""
+def check_checkpoint(answer: Answer, name: str) -> Answer:
+    """Return the answer, or raise if it is no checkpoint: the operation must not go on if the next attempt repeats the step."""
     if answer.how == "unstored":
         raise StoreError(f"step {name!r} was performed, but its checkpoint could not be stored; retry the operation")
     if answer.outcome.kind == "tombstone":
         why = answer.outcome.body.decode(errors="replace")
-        raise ConfigurationError(f"step {name!r} gave what cannot be checkpointed ({why})")
+        raise ConfigurationError(f"step {name!r} returned a value that cannot be stored as its checkpoint: {why}")
     return answer
 
 
-def is_closed(outcome: Outcome | None) -> TypeGuard[Outcome]:
-    """Whether the outcome is the mark of a final failure.  Its body is the failure, empty if the operation was given up."""
-    return outcome is not None and outcome.headers[:1] == (CLOSED,)
+def is_mark(outcome: Outcome | None) -> TypeGuard[Outcome]:
+    """Whether the outcome is a mark: the operation has failed for good.  Its body is the failure; empty if it was given up."""
+    return outcome is not None and outcome.headers[:1] == (MARK,)
 
 
-def is_unset_mark(record: Record) -> bool:
-    """Whether a process died between the claim and the settling of the mark of a final failure: no step was begun here."""
+def is_unsettled_mark(record: Record) -> bool:
+    """Whether the record was claimed for a mark that is not settled, because a process died: no step was begun here."""
     return record.state != "settled" and not record.fingerprint
 
 
 def pack_request(operation: Operation, deadline: float | None, types: Types) -> bytes:
-    """The part of a claim that a completer needs: the request, if it can be kept, and what the request alone does not tell."""
+    """Pack the data that a completer needs: the deadline, `unique`, and the request unless it cannot be stored."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
     try:
@@ -514,7 +520,7 @@ def pack_request(operation: Operation, deadline: float | None, types: Types) -> 
             return packed
     except Exception as reason:
         log.warning(
-            "%s: only the caller can finish it after a crash, because its request cannot be kept: %s",
+            "%s: only the caller can finish it after a crash, because its request cannot be stored: %s",
             operation.name,
             reason,
         )
@@ -522,7 +528,7 @@ def pack_request(operation: Operation, deadline: float | None, types: Types) -> 
 
 
 def unpack_request(data: bytes, types: Types | None) -> dict[str, Any]:
-    """The parts that `pack_request` kept; no request if a claim kept nothing.  Without *types*, objects are read as dicts."""
+    """Return the data that `pack_request` packed; None for each if *data* is empty.  Without *types*, objects become dicts."""
     if not data:
         return {"deadline": None, "request": None, "unique": None}
     kept: dict[str, Any] = replayed(Outcome("value", body=data), types=types)

@@ -1,7 +1,7 @@
 """`effect = "steps"`: the operation is performed under a lease, and after a crash the next attempt continues.
 
-An operation that is left unfinished after its first step stays running, with its lease ended: the next attempt of its caller
-claims it at once, and so does the completer.
+An operation that is left unfinished after its first step stays running, but its lease is ended.  So its caller's next
+attempt, or the completer, can claim it without waiting.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from .decisions import Answer, fenced
 from .model import Lease, Outcome, Record
 from .steps import Steps, pack_request
 from .store import STORE_FAILURES
-from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown, untagged
+from .uniqueness import replay_unique, screen, unique_operation, unique_policy, unique_unknown, untag
 from .values import decode, encode
 
 
 class StepsAttempt(LeaseAttempt):
-    """One try at an operation in steps: it performs, or continues, and settles.
+    """One try at an operation in steps: it performs or continues, then settles.
 
-    `fail` may return an answer: that of the attempt that took over from a late owner, or the failure after which all steps
-    were undone.
+    `fail` may return an answer: the outcome of the attempt that took over from a late owner, or the failure after which all
+    steps were undone.
     """
 
     steps: Steps
-    too_old = False  # left unfinished for so long that its checkpoints may be gone
+    too_old = False  # whether it was left unfinished for so long that its checkpoints may be gone
 
     def claim(self, deadline: float | None) -> Plan[Lease | Record]:
-        """Claim, and keep the request for a completer.  If an earlier attempt has kept its own, that stays, and its deadline."""
+        """Claim, and store the request for a completer.  One that an earlier attempt has stored stays, with its deadline."""
         store = self.ledger.store
         record = yield from store.find(self.operation.scope, self.operation.key)
         if record is not None and record.state == "settled":
             return record
         if record is not None and record.request and self.operation.same(record.fingerprint):
-            self.request = record.request  # sent again, because the record may be forgotten before this claim gets it
+            self.request = record.request  # send it again, because the record may be deleted before this claim
         else:
             self.request = pack_request(self.operation, deadline, self.policy.types)
         return (yield from store.claim(self.operation, lease=self.policy.lease, request=self.request))
@@ -57,7 +57,7 @@ class StepsAttempt(LeaseAttempt):
         return False
 
     def prepare(self) -> Plan[Answer | None]:
-        """Look for twins, find the checkpoints of earlier attempts, and claim what must happen once whatever the key."""
+        """Check for twins and old keys, load the steps of earlier attempts, and claim the unique record."""
         if self.lease.lapsed:
             self.ledger.emit("lapsed", self.operation, token=self.lease.token, attempt=self.lease.attempt)
         if self.policy.suspect != "off" or self.policy.late != "run":
@@ -65,17 +65,17 @@ class StepsAttempt(LeaseAttempt):
             if known is not None:
                 return known
         try:
-            yield from self._open()
+            yield from self._load_steps()
             return None if self.operation.unique is None else (yield from self.claim_unique())
         except GeneratorExit:
             raise
         except BaseException as error:
             return (yield from self._leave_after(error, forget=isinstance(error, Refusal)))
 
-    def _open(self) -> Plan[None]:
-        """Find the checkpoints.  An operation that was left for too long is held: nobody can continue or repeat it."""
+    def _load_steps(self) -> Plan[None]:
+        """Load the steps.  Hold an operation that is too old, because its checkpoints may be gone."""
         try:
-            deadline = yield from self.steps.open()
+            deadline = yield from self.steps.load()
             if self.lease.attempt > 1:
                 self.op.deadline = deadline
         except UnknownOutcome as error:
@@ -83,32 +83,35 @@ class StepsAttempt(LeaseAttempt):
             raise (yield from self._hold(error.detail)) from error
 
     def claim_unique(self) -> Plan[Answer | None]:
-        """A second claim, kept by this key until it is finished: no other key can continue an unfinished operation."""
-        inner, policy, claimant = (
-            inner_operation(self.operation, self.policy),
-            inner_policy(self.policy),
+        """Claim the unique record.
+
+        It stays this key's until its operation is finished, because only this key knows its steps.
+        """
+        operation, policy, claimant = (
+            unique_operation(self.operation, self.policy),
+            unique_policy(self.policy),
             self.operation.id,
         )
         while True:
-            found = yield from self.ledger.claim(inner, policy, self.policy.lease / 2, encode(claimant))
+            found = yield from self.ledger.claim(operation, policy, self.policy.lease / 2, encode(claimant))
             if isinstance(found, Record):
-                if (yield from self.steps.was_closed()):
-                    # It failed and was undone, and so made way for another key: only that is left to be said here.
+                if (yield from self.steps.has_mark()):
+                    # This key failed and was undone, which freed the record for another key.  Go on, to meet the mark.
                     return None
-                return (yield from self._done_before(found))
-            if found.operation.fingerprint in ("", inner.fingerprint):
+                return (yield from self._replay_unique(found))
+            if found.operation.fingerprint in ("", operation.fingerprint):
                 yield self._take_unique(found, policy).renewal
                 return None
-            yield from self._end_turn(found, policy)
+            yield from self._free_or_refuse(found, policy)
 
-    def _end_turn(self, lease: Lease, policy: Policy) -> Plan[None]:
-        """Another key has left this unfinished.  If a person has decided about that key since, end its turn; else refuse.
+    def _free_or_refuse(self, lease: Lease, policy: Policy) -> Plan[None]:
+        """Free a record that belongs to another key's unfinished operation if a person has resolved that one; else raise.
 
-        The claim of the other key kept its scope and key in the record's request.
+        The other key's scope and key are the stored request of the unique record.
         """
         store = self.ledger.store
         record = yield from store.find(*lease.operation.id)
-        if record is None or not record.request:  # deleted meanwhile: this lease is worth nothing any more
+        if record is None or not record.request:  # deleted meanwhile, so this lease is lost
             raise fenced(lease)
         scope, key = decode(record.request)
         other = yield from store.find(scope, key)
@@ -118,16 +121,16 @@ class StepsAttempt(LeaseAttempt):
         yield from self.ledger.lapse(lease)
         if other.state == "held":
             raise unique_unknown(self.operation.unique)
-        raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
+        raise InProgress(f"{self.operation.unique!r} is unfinished under another key; retry later", retry_after=5.0)
 
-    def _done_before(self, record: Record) -> Plan[Answer]:
-        """The answer if it was done by another key, or by an earlier attempt that came no further than to say so there."""
-        owner, outcome = untagged(record.outcome)
-        own = record.fingerprint == inner_operation(self.operation, self.policy).fingerprint
+    def _replay_unique(self, record: Record) -> Plan[Answer]:
+        """Return the answer of the settled unique record: another key's, or this key's own if it crashed after settling it."""
+        owner, outcome = untag(record.outcome)
+        own = record.fingerprint == unique_operation(self.operation, self.policy).fingerprint
         if own and owner == self.operation.scope:
             return Answer(outcome, "replayed", attempt=self.op.attempt)
-        answer = done_before(record, self.op, self.policy)
-        yield from self.steps.ended(final=self.keeps(answer.outcome))
+        answer = replay_unique(record, self.op, self.policy)
+        yield from self.steps.check_end(final=self.keeps(answer.outcome))
         return answer
 
     # The ends
@@ -173,7 +176,7 @@ class StepsAttempt(LeaseAttempt):
     def _settle(self, answer: Answer) -> Plan[Answer]:
         keeps = self.keeps(answer.outcome)
         try:
-            yield from self.steps.ended(final=keeps)
+            yield from self.steps.check_end(final=keeps)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -181,11 +184,14 @@ class StepsAttempt(LeaseAttempt):
         return (yield from self._finish(answer, keeps=keeps))
 
     def _finish(self, answer: Answer | None, *, keeps: bool) -> Plan[Answer]:
-        """Record the answer, if the policy *keeps* it; None if there is none because all is to be undone, or another's."""
+        """Record the answer if the policy *keeps* it, and undo the steps after a failure.
+
+        *answer* is None if the steps must be undone, or if a successor has the answer.
+        """
         try:
-            if self.steps.lost is not None:  # a late owner, also one that went on regardless
+            if self.steps.lost is not None:  # a late owner, also if its performer caught the Fenced
                 return (yield from self.ledger.answer_of_successor(self.operation, self.policy, self.steps.lost))
-            if answer is None or self.steps.closed or (keeps and self._has_failed_for_good(answer)):
+            if answer is None or self.steps.failed_for_good or (keeps and self._has_failed_for_good(answer)):
                 answer = yield from self._undo(answer)
             elif not keeps:
                 yield from self._leave()
@@ -195,17 +201,17 @@ class StepsAttempt(LeaseAttempt):
             self.stop()
 
     def _leave_after(self, error: BaseException, *, forget: bool = False) -> Plan[Answer]:
-        """End an attempt that *error* has ended: raise it, unless the operation has an answer all the same."""
-        if self.too_old:  # also if it could not be held: then its lease lapses, and it is found too old again
+        """End the attempt after *error*.  Raise it, unless the operation has an answer nevertheless."""
+        if self.too_old:  # also if it could not be held: the next attempt finds it too old again
             self.stop()
             raise error
-        if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
+        if self.steps.lost or self.steps.failed_for_good or (self.operation.giving_up and may_give_up(error)):
             return (yield from self._finish(None, keeps=False))
         yield from self._leave(forget=forget)
         raise error
 
     def _settle_both(self, answer: Answer) -> Plan[Answer]:
-        """Settle what is unique, then the operation itself."""
+        """Settle the unique record, then the operation's own."""
         self.stop()
         try:
             yield from self._end_unique_claim(answer.outcome)
@@ -220,21 +226,21 @@ class StepsAttempt(LeaseAttempt):
             yield from end_unique(self.ledger.store, unique.lease, unique.policy, outcome, self.operation.scope)
 
     def _leave(self, *, forget: bool = False) -> Plan[None]:
-        """Leave the operation unfinished: the next attempt continues.  If no step was begun, it begins anew."""
+        """Leave the operation unfinished, so that the next attempt continues.  If no step was begun, release it."""
         self.stop()
         try:
-            taken = yield from self.steps.any_taken()
+            taken = yield from self.steps.any_begun()
             if taken:
                 yield from self.ledger.lapse(self.lease)
             else:
                 retention = 0.0 if forget and self.lease.attempt == 1 else self.policy.ttl
                 yield from self.ledger.release(self.lease, retention=retention)
             yield from self._leave_unique(free=not taken)
-        except (Fenced, *STORE_FAILURES) as error:  # then the lease lapses by itself, or is another's
+        except (Fenced, *STORE_FAILURES) as error:  # the lease lapses by itself, or another attempt has it
             self.ledger.emit("failed", self.operation, token=self.lease.token, code=error.code)
 
     def _leave_unique(self, *, free: bool) -> Plan[None]:
-        """Let other keys ask at once: they perform if the way is *free*, and otherwise learn that this key is unfinished."""
+        """Stop holding the unique record.  If it is *free*, other keys perform; else they learn that this key is unfinished."""
         if free or self.policy.on_unique == "serialize":
             yield from self._end_unique_claim(None)
         elif self.unique is not None:
@@ -243,16 +249,16 @@ class StepsAttempt(LeaseAttempt):
     # Failing for good
 
     def _has_failed_for_good(self, answer: Answer) -> bool:
-        """Whether it is a failure, and there are steps to undo, or an earlier attempt that must be kept from going on."""
+        """Whether the answer is a failure, and there are steps to undo or a late owner may still take steps."""
         failed = answer.outcome.kind == "error" or answer.outcome.status >= 400
         return failed and bool(self.steps.undos or self.op.attempt > 1)
 
     def _undo(self, answer: Answer | None) -> Plan[Answer]:
-        """Undo the steps that were taken, the last one first.  Then the failure is the answer, or the operation is held."""
+        """Undo the steps that were taken, last one first, and return the failure.  Hold the operation if it was given up."""
         steps = self.steps
         try:
-            if not steps.closed:
-                yield from steps.close(None if answer is None else answer.outcome)
+            if not steps.failed_for_good:
+                yield from steps.fail_for_good(None if answer is None else answer.outcome)
             while steps.undos:
                 yield from steps.perform(*steps.undos[-1])
                 steps.undos.pop()
@@ -264,14 +270,14 @@ class StepsAttempt(LeaseAttempt):
                 raise
             where = f"the undoing of {steps.undos[-1][0].name.removeprefix('undo:')!r}" if steps.undos else "the end"
             held = yield from self._hold(f"{where} failed: {error!r}")
-            with suppress(Fenced, *STORE_FAILURES):  # then its lease lapses by itself
+            with suppress(Fenced, *STORE_FAILURES):  # the lease of the unique record lapses by itself
                 yield from self._leave_unique(free=False)
             raise held from error
         if steps.failure is None:
             yield from self._end_unique_claim(None)
-            doubt = f"; but {steps.doubt!r} was begun, and may have taken effect" if steps.doubt else ""
+            doubt = f"; but {steps.step_in_doubt!r} was begun, and may have taken effect" if steps.step_in_doubt else ""
             raise (yield from self._hold(f"given up after {self.op.attempt} attempts, and undone{doubt}"))
-        if answer is None or answer.outcome is not steps.failure:  # an earlier attempt's failure is what counts
+        if answer is None or answer.outcome is not steps.failure:  # an earlier attempt's failure counts
             return Answer(steps.failure, "replayed")
         return answer
 
@@ -281,14 +287,14 @@ class StepsAttempt(LeaseAttempt):
         return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
 
     def keeps(self, outcome: Outcome) -> bool:
-        """Whether the outcome is final.  One that is in doubt is not: the next attempt goes on with the step in question."""
+        """Whether the outcome is final.  If it is in doubt, it is not: the next attempt continues with that step."""
         return not self.doubts(outcome) and super().keeps(outcome)
 
     def is_success(self, error: ProviderDuplicate) -> bool:
-        """Never: the operation was left between two steps."""
+        """Never, because the performer was left between two steps."""
         return False
 
 
 def may_give_up(error: BaseException) -> bool:
-    """Whether the last attempt has failed, rather than been cut off."""
+    """Whether the last attempt has failed: it was not interrupted, and neither lost its lease nor the store."""
     return isinstance(error, Exception) and not isinstance(error, Fenced | StoreError)

@@ -1,4 +1,4 @@
-"""The protocol of stores.  Each verb is atomic, compares only the store's own clock, and may safely be sent twice."""
+"""The protocol of stores.  Each verb is atomic, uses only the store's own clock, and may safely be sent twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .transactions import TransactionSource
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which records to list; a None matches all.  *lapsed* asks for running records with a lease that has ended."""
+    """Selects the records to list; None matches all.  *lapsed* selects running records whose lease is over."""
 
     state: State | None = None
     scope: str | None = None
@@ -26,13 +26,13 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     lapsed: bool | None = None
 
     def __post_init__(self) -> None:
-        # With a misspelt state nothing would be found, and an operator would think that nothing is held.
+        # A misspelt state would find nothing, and an operator would believe that nothing is held.
         if self.state is not None and self.state not in get_args(State):
             known = ", ".join(map(repr, get_args(State)))
             raise ConfigurationError(f"state = {self.state!r} is unknown: choose one of {known}, or lapsed=True")
 
     def matches(self, record: Record) -> bool:
-        """Whether *record* is to be listed, at the time when it was read."""
+        """Whether the filter selects *record*, at the time of its read."""
         lapsed = record.state == "running" and record.lease_until <= record.now
         wanted = (
             (self.state, record.state),
@@ -45,21 +45,21 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Some records, and the *cursor* that continues the list; None at its end."""
+    """Some records, and the *cursor* of the next page; None on the last page."""
 
     records: tuple[Record, ...]
     cursor: str | None
 
 
 def token_of(cursor: str | None) -> int:
-    """The token of the last record of a page, if records are listed by their tokens; 0 for the first page."""
+    """Return the token in a cursor of a store that lists records by their tokens; 0 for the first page."""
     if cursor and not re.fullmatch("[0-9]{1,18}", cursor):
-        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor: pass the cursor of a page that list() has returned")
     return int(cursor or 0)
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """How many records there are.  *lapsed* ones are also counted as running, *expired* ones under their state."""
+    """The number of records by state.  *lapsed* ones also count as running, *expired* ones also under their state."""
 
     running: int = 0
     settled: int = 0
@@ -70,15 +70,15 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     archived: int = 0
 
 
-# A store raises these if it cannot write for now: it is down, or refuses the login, or the tables are not there.
+# A store raises these if it cannot write for now: it is down, it refuses the login, or its tables are missing.
 STORE_FAILURES = (StoreError, ConfigurationError)
 
 
 class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a process has looked for copies of outcomes in Redis, and what came of it.
+    """The lookups of outcomes in Redis by this process, counted by result.
 
-    *skipped* looks were not made, because Redis or the primary was not known to be there; *open* says that Redis is left
-    alone for now, because it has failed.
+    *skipped* lookups were not made, because Redis or the primary was not known to be up.  *open* is true while Redis is not
+    asked, because it has failed.
     """
 
     hits: int = 0
@@ -89,26 +89,25 @@ class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(Protocol):
-    """A ledger.
+    """The records, and the verbs that read and write them.
 
-    `claim` answers with a Lease (the caller's own) or with the Record that prevents it.  It also writes *request*, what
-    was asked; an empty one leaves the stored one as it is.  `settle` and a resolution with an outcome drop the request.
+    `claim` returns a Lease, or the Record that prevents it.  It also writes *request*; an empty one leaves the stored one
+    unchanged.  `settle`, and `resolve` with an outcome, drop the stored request.
 
-    `unclaim` undoes claims of callers that are gone: they were cancelled, or the answer was lost.  A record that is still
-    running under the claim's holder goes back to what it was: in doubt, if the claim took over a lapsed lease (it is
-    running, and its lease ends now); absent, if this was the first attempt; otherwise released, and remembered for a day.
-    Every other record stays as it is, so that `unclaim` may be sent twice, and late.
+    `unclaim` undoes claims whose callers have gone, or whose answers were lost.  If a record is still running under the
+    claim's holder, it becomes: lapsed, if the claim was a takeover; absent, if this was the first attempt; otherwise
+    released, for a day.  Every other record stays unchanged, so `unclaim` may be sent twice, and late.
 
     `renew`, `settle`, `release` and `hold` raise Fenced if the lease is lost.
     """
 
     url: str  # as given, without its password
     wakeups: Wakeups  # notified when a record may have changed
-    poll: float  # the longest that a waiter trusts wake-ups alone, in seconds
-    shift: float  # added to the store's clock: 0, except in tests that let time pass
+    poll: float  # the longest time in seconds that a waiter relies on wake-ups alone
+    shift: float  # the seconds added to the store's clock: 0, except in tests that let time pass
 
     @property
-    def lender(self) -> TransactionSource | None: ...  # for effects that join a transaction; None if the store has none
+    def lender(self) -> TransactionSource | None: ...  # opens transactions for effects; None if the store has none
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]: ...
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]: ...

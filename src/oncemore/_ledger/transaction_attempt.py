@@ -1,7 +1,7 @@
 """`effect = "transaction"`: the claim, the effect and the outcome commit together, or none of them does.
 
-No other caller sees the claim before the commit: a duplicate waits on its row, and then replays or takes its place.  A crash
-at any instant rolls everything back, so there is no lease to renew and no doubt.
+No other caller sees the claim before the commit: a duplicate waits on its row, and then replays or performs.  A crash at any
+moment rolls everything back, so there is no lease to renew, and the outcome is never unknown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
 from .attempt import LeaseAttempt, Performer, end_unique
 from .context import Op
-from .decisions import Answer, check, in_progress, is_over, outcome_unknown
+from .decisions import Answer, check, in_progress, is_free, outcome_unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Stale, Transaction
-from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown
+from .uniqueness import replay_unique, screen, unique_operation, unique_policy, unique_unknown
 
-# The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
+# The longest pause in seconds before a refused transaction is run again: it doubles each time, up to LONGEST_PAUSE.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-# After a server restart, a pool of dead connections is emptied at once.  If that takes longer, or has no end, the server is down.
+# After a server restart, all connections of a pool may be dead.  The most that are discarded, and the seconds for it: after
+# that, the server counts as down.
 MOST_STALE, EMPTYING = 64, 2.0
-POLL = 0.05  # between two looks at an operation that runs under a lease, because no row lock tells of its end
+POLL = 0.05  # seconds between two looks at an operation that runs under a lease, because its end unlocks no row
 
 NO_LENDER = (
     "effect = 'transaction' needs the ledger in the database that the effect is in: give the guard postgresql://, "
@@ -35,7 +36,10 @@ NO_LENDER = (
 
 
 class TransactionRefused(StoreUnavailable):
-    """The database refused the transaction, because of a deadlock or a conflict: it was rolled back, and may be run again."""
+    """The database refused the transaction, or did not say whether it committed.
+
+    The same request may be sent again: it replays, or performs.
+    """
 
     def __init__(self, error: BaseException, runs: int = 1) -> None:
         times = f" {runs} times" if runs > 1 else ""
@@ -46,20 +50,20 @@ class TransactionRefused(StoreUnavailable):
 class TransactionAttempt(LeaseAttempt):
     """One try at an operation in a transaction, which the performer joins by `op.connection` or `op.session()`.
 
-    `begin` runs again by itself if the database refuses the claim.  Once the performer was called, a refused transaction is
-    rolled back and `settle` or `fail` raises TransactionRefused; `perform` calls the performer again, `policy.reruns` times.
+    If the database refuses the claim, `begin` tries again.  If it refuses the transaction after the performer was called,
+    `settle` or `fail` raises TransactionRefused; `perform` calls the performer again, at most `policy.reruns` times.
     """
 
     transaction: Transaction | None = None
     unique_lease: Lease | None = None
     performed = False
-    refusal: TransactionRefused | None = None  # of this transaction, not of another that the performer has run
+    refusal: TransactionRefused | None = None  # raised by this attempt, not by another one that the performer has made
 
     def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
         super().__init__(ledger, operation, policy)
         self.lender = ledger.store.lender
-        self.stale = MOST_STALE
-        self.runs = 0  # how often the database has refused
+        self.stale_left = MOST_STALE  # the number of dead connections that may still be discarded
+        self.refusals = 0  # the number of transactions that the database has refused
 
     def begin(self, wait: float | None = None) -> Plan[Answer | None]:
         ledger, policy = self.ledger, self.policy
@@ -71,7 +75,7 @@ class TransactionAttempt(LeaseAttempt):
         return (yield from self._begin())
 
     def _begin(self, *, prepare: bool = True) -> Plan[Answer | None]:
-        """Claim in a transaction until that succeeds; None if it is this caller's, and the transaction is open."""
+        """Claim in transactions until one succeeds.  Return an answer, or None with the lease and the open transaction."""
         while True:
             try:
                 known = self.cached()
@@ -88,7 +92,7 @@ class TransactionAttempt(LeaseAttempt):
                         self.ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt)
                     return None
                 yield from self._abort()
-                known = yield from (self._met(found) if isinstance(found, Record) else self._resolve_doubt())
+                known = yield from (self._answer_or_wait(found) if isinstance(found, Record) else self._resolve_doubt())
                 if known is not None:
                     return known
             except GeneratorExit:
@@ -102,7 +106,7 @@ class TransactionAttempt(LeaseAttempt):
                 yield from self._pause(error)
 
     def _open(self, wait: float) -> Plan[Lease | Record]:
-        """Open a transaction and claim in it.  A pooled connection that has died with its server is replaced by another."""
+        """Open a transaction and claim in it.  If a pooled connection is dead, try another one."""
         assert self.lender is not None
         ends = self.ledger.clock.monotonic() + EMPTYING
         while True:
@@ -116,36 +120,36 @@ class TransactionAttempt(LeaseAttempt):
                     raise
 
     def _may_try_another(self, ends: float) -> bool:
-        """Whether to try another connection, after one was found dead."""
-        self.stale -= 1
+        """Whether to try another connection after one was found dead."""
+        self.stale_left -= 1
         clock = self.ledger.clock
-        # The caller may have stopped waiting; but once the performer was called, its failure is recorded all the same.
+        # Not if the caller has stopped waiting.  But after the performer was called, its failure must be recorded.
         late = not self.performed and self.deadline is not None and clock.time() >= self.deadline
-        return self.stale > 0 and clock.monotonic() < ends and not late
+        return self.stale_left > 0 and clock.monotonic() < ends and not late
 
     # Before the performer is called
 
     def is_retryable(self, error: BaseException) -> bool:
-        """Whether the database refused the transaction, and the same may work next time."""
-        if isinstance(error, TransactionRefused):  # said already
+        """Whether the database refused the transaction, and a second run may succeed."""
+        if isinstance(error, TransactionRefused):  # all runs are used up, or it is another attempt's
             return False
         return isinstance(error, Again) or (self.lender is not None and self.lender.again(error))
 
     def _pause(self, error: BaseException) -> Plan[None]:
-        self.runs += 1
-        if self.runs > self.policy.reruns:
-            raise TransactionRefused(error, self.runs) from error
-        yield Sleep(random.uniform(0, min(FIRST_PAUSE * 2**self.runs, LONGEST_PAUSE)))
+        self.refusals += 1
+        if self.refusals > self.policy.reruns:
+            raise TransactionRefused(error, self.refusals) from error
+        yield Sleep(random.uniform(0, min(FIRST_PAUSE * 2**self.refusals, LONGEST_PAUSE)))
 
-    def _met(self, record: Record) -> Plan[Answer | None]:
-        """The answer to a repeated operation; None if the record may be claimed now, or soon."""
+    def _answer_or_wait(self, record: Record) -> Plan[Answer | None]:
+        """Return the answer to a duplicate; None to claim again, after a pause if the operation is running."""
         check(self.operation, record.fingerprint)
-        if is_over(record):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
+        if is_free(record):  # free, but with an older fingerprint of the same request: claim with the stored one
             self.operation = msgspec.structs.replace(self.operation, fingerprint=record.fingerprint)
             return None
         if record.state == "held":
             raise outcome_unknown(record.key, record.note)
-        if record.state == "running":  # under a lease, by a rule of another level
+        if record.state == "running":  # under a lease, because another rule chose that level
             left = self.ends - self.ledger.clock.monotonic()
             if left <= 0:
                 raise in_progress(record)
@@ -154,7 +158,7 @@ class TransactionAttempt(LeaseAttempt):
         return (yield from self.ledger.replay(record, self.operation, self.policy))
 
     def _resolve_doubt(self) -> Plan[Answer | None]:
-        """An attempt under a lease has crashed here: decide about it as a lease does, then claim again."""
+        """Decide about an attempt under a lease that has crashed.  Return its answer, or None to claim again."""
         attempt = LeaseAttempt(self.ledger, self.operation, self.policy)
         attempt.reports = False
         try:
@@ -167,7 +171,7 @@ class TransactionAttempt(LeaseAttempt):
                 attempt.drop()
 
     def prepare(self) -> Plan[Answer | None]:
-        """Look for twins, and claim what must happen once whatever the key in the same transaction: its row is the constraint."""
+        """Check for twins and old keys, and claim the unique record in the same transaction: its row is the constraint."""
         assert self.transaction is not None
         policy = self.policy
         if policy.suspect != "off" or policy.late != "run":
@@ -176,14 +180,14 @@ class TransactionAttempt(LeaseAttempt):
                 return known
         if self.operation.unique is None:
             return None
-        found = yield from self.transaction.claim(inner_operation(self.operation, policy), lease=policy.lease)
+        found = yield from self.transaction.claim(unique_operation(self.operation, policy), lease=policy.lease)
         if isinstance(found, Record):
             if found.state == "held":
                 raise outcome_unknown(found.key, found.note)
             if found.state != "settled":
                 raise in_progress(found)
-            return done_before(found, self.op, policy)
-        if found.lapsed and inner_policy(policy).on_unknown != "retry":
+            return replay_unique(found, self.op, policy)
+        if found.lapsed and unique_policy(policy).on_unknown != "retry":
             raise unique_unknown(self.operation.unique)
         self.unique_lease = found
         return None
@@ -203,19 +207,19 @@ class TransactionAttempt(LeaseAttempt):
             self.drop()
             raise
         except BaseException as error:
-            yield from self._rolled_back(error)
+            yield from self._roll_back(error)
             raise
 
     def doubts(self, outcome: Outcome | None, value: Any = None) -> bool:
-        """Never: the transaction is committed, or rolled back."""
+        """Never, because the transaction is either committed or rolled back."""
         return False
 
     def _is_refusal(self, outcome: Outcome) -> bool:
-        """Whether the answer says that nothing was done.  Its status tells, because frameworks turn exceptions into responses."""
+        """Whether the outcome says that nothing was done, so that its writes are rolled back: on_refusal says so of errors."""
         return outcome.status >= 400 and self.policy.on_refusal == "rollback" and self.keeps(outcome)
 
     def _settle_apart(self, answer: Answer) -> Plan[Answer]:
-        """The outcome is an error or a refusal: what was written is rolled back, and another transaction records the outcome."""
+        """Roll back the writes of a performer that raised or refused, and settle its outcome in another transaction."""
         note = self.op.note
         yield from self._abort()
         self.unique_lease = None
@@ -228,39 +232,42 @@ class TransactionAttempt(LeaseAttempt):
         policy, outcome, transaction = self.policy, answer.outcome, self.transaction
         if not self.keeps(outcome):
             yield from self._abort()
-            yield from self._remember()
+            yield from self._write_released()
             return msgspec.structs.replace(answer, how="released")
         if self.unique_lease is not None:
-            yield from end_unique(transaction, self.unique_lease, inner_policy(policy), outcome, self.operation.scope)
+            yield from end_unique(transaction, self.unique_lease, unique_policy(policy), outcome, self.operation.scope)
         audit = policy.expired == "keep"
         yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=note or self.op.note)
         yield from transaction.commit()
         self.transaction = None
         self.ended = True
         self.ledger.store.wakeups.notify(self.operation.id)
-        return self.settled(answer)
+        return self.announce(answer)
 
     def fail(self, error: BaseException) -> Plan[Answer | None]:
         if not self.ended:
             self.ended = self.performed = True
-            yield from self._rolled_back(error)
+            yield from self._roll_back(error)
         return None
 
-    def _rolled_back(self, error: BaseException) -> Plan[None]:
-        """Roll back.  The performer's own failure is remembered, also a refusal that it raised; an interruption is not."""
+    def _roll_back(self, error: BaseException) -> Plan[None]:
+        """Roll back.  Then write a released record if *error* is an Exception; not after a cancellation.
+
+        Raises TransactionRefused if the database refused the transaction.
+        """
         yield from self._abort()
         if self.is_retryable(error):
             self.refusal = TransactionRefused(error)
             raise self.refusal from error
         if isinstance(error, Exception):
-            yield from self._remember()
+            yield from self._write_released()
         self.refused(error)
 
     def release(self) -> Plan[None]:
         if not self.ended:
             self.ended = self.performed = True
             yield from self._abort()
-            yield from self._remember()
+            yield from self._write_released()
 
     def withdraw(self, error: BaseException | None = None) -> Plan[None]:
         if not self.ended:
@@ -283,11 +290,11 @@ class TransactionAttempt(LeaseAttempt):
 
     # After a rollback
 
-    def _remember(self) -> Plan[None]:
-        """Record what the key stands for, though its effect was rolled back: no other request may have it."""
+    def _write_released(self) -> Plan[None]:
+        """Write a released record, so that another request under the same key is refused though nothing was committed."""
         for _ in range(1 + self.policy.reruns):
             try:
-                yield from self._record_release()
+                yield from self._try_write_released()
             except GeneratorExit:
                 self.drop()
                 raise
@@ -299,10 +306,10 @@ class TransactionAttempt(LeaseAttempt):
                     raise
             return
 
-    def _record_release(self) -> Plan[None]:
+    def _try_write_released(self) -> Plan[None]:
         found = yield from self._open(0.0)
         assert self.transaction is not None
-        # If the performer has committed by itself, the record is in doubt, and stays so.
+        # The lease has lapsed if the performer committed the transaction, and the claim with it: leave the outcome unknown.
         if isinstance(found, Record) or found.lapsed:
             yield from self._abort()
             return
@@ -320,8 +327,8 @@ class TransactionAttempt(LeaseAttempt):
                 try:
                     return (yield from self.call(performer))
                 except TransactionRefused as refused:
-                    # Another transaction's, or given up already after the performer's error was the outcome.
-                    if refused is not self.refusal or self.runs > self.policy.reruns:
+                    # Another attempt's refusal, or all runs were used up while the performer's error was being settled.
+                    if refused is not self.refusal or self.refusals > self.policy.reruns:
                         raise
                     yield from self._pause(refused.cause)
                     self.ended = self.performed = False
@@ -332,5 +339,5 @@ class TransactionAttempt(LeaseAttempt):
             self.drop()
 
     def is_success(self, error: ProviderDuplicate) -> bool:
-        """Never: the transaction was left in the middle, and is not committed."""
+        """Never, because the performer was left in the middle, and its transaction is not committed."""
         return False

@@ -1,8 +1,8 @@
 """Transactions that the ledger shares with the user's code: `effect = "transaction"`.
 
-A TransactionSource opens them.  A Transaction has the ledger's verbs, written once for each database.  Below it, a
-TransactionAdapter runs statements on one driver's connection.  The performer uses the same connection; only the guard
-commits.
+A TransactionSource opens transactions.  A Transaction has the ledger's verbs, written once for each database.  It uses a
+TransactionAdapter, which runs statements on one driver's connection.  The performer uses the same connection; only the
+guard commits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .model import Lease, Operation, Outcome, Record
 
 T = TypeVar("T")
 
-ASYNC = "write 'async def' and await it, or hand the guard a sync pool or engine"
+ASYNC = "write 'async def' and await it, or give the guard a sync pool or engine"
 
 
 class Again(Exception):
-    """The transaction failed, or its commit may have: open another one, and look.
+    """The transaction failed, or its COMMIT got no answer: claim again in another transaction.
 
-    Raised after a serialization failure, a deadlock, or a commit without an answer.  The next claim of the key finds
-    the outcome if it was committed after all, waits if that is not yet decided, and performs if it was not.
+    Raised after a serialization failure, a deadlock, or a COMMIT without an answer.  The next claim of the key finds the
+    outcome if it was committed after all, waits if that is not yet decided, and performs if it was not committed.
     """
 
 
@@ -41,7 +41,7 @@ class Stale(Again):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """SQL text with numbered parameters: `$1` on PostgreSQL, `?1` on SQLite.  A statement with a *name* is worth preparing."""
+    """SQL text with numbered parameters: `$1` on PostgreSQL, `?1` on SQLite.  A statement with a *name* may be prepared."""
 
     text: str
     name: bytes = b""
@@ -52,15 +52,15 @@ Rows = Sequence[Sequence[Any]]
 
 
 class TransactionAdapter(Protocol):
-    """One transaction on a connection of one driver.  `begin` comes first; then each method may be called until the end.
+    """One transaction on a connection of one driver.  Call `begin` first, and `commit`, `rollback` or `discard` last.
 
-    A query that fails is raised as the driver's own error, and the queries behind it are not run.
+    If a query fails, the driver's own error is raised, and the queries after it are not run.
     """
 
     @property
-    def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
+    def connection(self) -> Any: ...  # for the performer; None before `begin` and after the end
     @property
-    def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
+    def awaited(self) -> bool: ...  # whether the performer must await the connection's methods
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         """Take a connection, start a transaction, run *queries*, and return the rows of the last one."""
@@ -71,25 +71,25 @@ class TransactionAdapter(Protocol):
         ...
 
     def commit(self, *queries: Query) -> Plan[None]:
-        """Run *queries*, commit, and give the connection back.  If any of that fails, `rollback` must follow.
+        """Run *queries*, commit, and return the connection to its pool.  After an error, call `rollback`.
 
         Raises TransactionEnded if the adapter sees that the performer has ended the transaction or closed the connection.
         """
         ...
 
     def rollback(self) -> Plan[None]:
-        """Roll back and give the connection back; close it if that fails.  Does nothing if there is no transaction."""
+        """Roll back and return the connection; close it if that fails.  Does nothing if there is no transaction."""
         ...
 
     def discard(self) -> None:
-        """Close the connection now, because nobody can wait for a rollback.  Does nothing if there is no transaction."""
+        """Close the connection without waiting for a rollback.  Does nothing if there is no transaction."""
         ...
 
 
 class Transaction(Protocol):
-    """One open transaction: the ledger's verbs, which each database writes, over the adapter of any driver.
+    """One transaction with the ledger's verbs, which a subclass for each database writes, on the adapter of any driver.
 
-    `begin` comes first; `settle` and `release` are written with the commit.
+    Call `begin` first.  `settle` and `release` are sent together with the commit.
     """
 
     def begin(
@@ -114,19 +114,19 @@ class Transaction(Protocol):
 
     @property
     def connection(self) -> Any:
-        """The connection that is lent to the performer."""
+        """The connection for the performer."""
         return self._opened.connection
 
     @property
     def awaited(self) -> bool:
-        """Whether the performer must await what it does with the connection."""
+        """Whether the performer must await the connection's methods."""
         return self._adapter.awaited
 
     def session(self, **options: Any) -> Any:
-        """An ORM session in the transaction, if the adapter has sessions."""
+        """Return an ORM session in the transaction; raise ConfigurationError if the adapter has no sessions."""
         make = getattr(self._opened, "session", None)
         if make is None:
-            raise ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
+            raise ConfigurationError("op.session() needs SQLAlchemy: give the guard an Engine, as in Guard(engine)")
         return make(**options)
 
     def execute(self, *queries: Query) -> Plan[Rows]:
@@ -137,13 +137,13 @@ class Transaction(Protocol):
     def _opened(self) -> TransactionAdapter:
         if not self._open:
             raise TransactionEnded(
-                "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
-                "op.connection what must be done before that"
+                "The transaction is over: it was committed before the first byte of the response was sent; use op.connection "
+                "before that"
             )
         return self._adapter
 
     def can_defer(self) -> bool:
-        """Whether `deferred` is as good as `execute`: no savepoint can be rolled back."""
+        """Whether queries may be `deferred` to the commit: not if a savepoint around them might be rolled back."""
         return False
 
     def on_commit(self, callback: Callable[[], object]) -> None:
@@ -152,7 +152,7 @@ class Transaction(Protocol):
             self._callbacks.append(callback)
 
     def abort(self) -> Plan[None]:
-        """Roll back and give the connection back; never fails."""
+        """Roll back and return the connection.  If that is interrupted, close the connection."""
         if not self._open:
             return
         try:
@@ -163,7 +163,7 @@ class Transaction(Protocol):
         self._end()
 
     def drop(self) -> None:
-        """Close the connection at once, without a word to the server."""
+        """Close the connection immediately, without a ROLLBACK."""
         if self._open:
             self._adapter.discard()
             self._end()
@@ -176,13 +176,13 @@ class TransactionSource(Protocol):
     """Opens transactions on the database that the ledger is in."""
 
     def open(self) -> Plan[Transaction]: ...
-    def again(self, error: BaseException) -> bool: ...  # whether the same transaction may work next time
+    def again(self, error: BaseException) -> bool: ...  # whether a second run of the transaction may succeed
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
 
 
 class Do(Generic[T]):
-    """Effect: *plain* if run; *awaited* if awaited, or else *plain* in a thread.  One of the two may be missing."""
+    """Effect: `run` calls *plain*; `arun` awaits *awaited*, or calls *plain* in a thread if that is None."""
 
     __slots__ = ("awaited", "plain")
 
@@ -192,7 +192,9 @@ class Do(Generic[T]):
 
     def run(self) -> T:
         if self.plain is None:
-            raise ConfigurationError("This guard's database driver is async: await it, or hand the guard a sync one")
+            raise ConfigurationError(
+                "This guard's database driver is async: await the call, or give the guard a sync pool or engine"
+            )
         return self.plain()
 
     def arun(self) -> Awaitable[T]:
@@ -203,35 +205,33 @@ class Do(Generic[T]):
 
 
 def commit_forbidden() -> TransactionEnded:
-    """The error for a performer that has ended the transaction itself."""
+    """Return the error for a performer that has ended the transaction itself."""
     return TransactionEnded(
-        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
-        "guard: it commits when the code returns, and rolls back when it raises"
+        "The guard's transaction was committed or rolled back by the code that uses it; leave both to the guard: it commits "
+        "when the code returns, and rolls back when it raises"
     )
 
 
 def unawaitable() -> ConfigurationError:
-    """The error for a performer in a thread that asks for an async connection: it could not await anything."""
+    """Return the error for a performer in a thread that asks for an async connection, which it could not await."""
     return ConfigurationError(
-        f"The connection that is lent here must be awaited, and this code runs in a thread, where it cannot be; {ASYNC}"
+        f"The guard's connection must be awaited, and this code runs in a thread, where it cannot be; {ASYNC}"
     )
 
 
 def unawaited(performer: object) -> ConfigurationError:
-    """The error for a performer that has awaited nothing, so its statements were never sent."""
-    return ConfigurationError(
-        f"{performer!r} was lent a connection that must be awaited, and has awaited nothing; {ASYNC}"
-    )
+    """Return the error for a performer that has awaited nothing, so its statements were never sent."""
+    return ConfigurationError(f"{performer!r} used a connection that must be awaited, and has awaited nothing; {ASYNC}")
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call *function* in a thread, and return its result.  A caller that is cancelled waits: the connection is in use."""
+    """Call *function* in a thread, and return its result.  A cancelled caller waits for it, because it uses the connection."""
     context = contextvars.copy_context()
     return await to_the_end(asyncio.get_running_loop().run_in_executor(threads(), context.run, function))
 
 
 def at_once(effect: Do[None]) -> None:
-    """Carry *effect* out though nobody can wait for it: by a task if a loop runs here, else on this thread if it can be."""
+    """Carry out *effect* without waiting for it: in a task if a loop runs here, else on this thread if it has a sync form."""
 
     async def quietly() -> None:
         with suppress(Exception):
@@ -244,7 +244,7 @@ def at_once(effect: Do[None]) -> None:
             effect.plain()
 
 
-# One for each piece of work: a caller that waits for a row must not keep the row's owner from the thread it commits on.
+# Practically unlimited: callers that wait for a row must not use up the threads, because its owner needs one to commit.
 MOST_THREADS = 10_000
 
 

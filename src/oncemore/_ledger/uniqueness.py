@@ -1,4 +1,4 @@
-"""Protection from callers that make a new key for each retry: business uniqueness, suspicion, and keys too old."""
+"""Protects from callers that make a new key for each retry: unique records, twins, and keys that are too old."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .model import Lease, Operation, Outcome, Record
 from .store import Store
 from .transactions import Transaction
 
-OWNER = "oncemore-owner"  # stands before the headers of a unique record's outcome, and is never shown
+OWNER = "oncemore-owner"  # the first header of a unique record's outcome: the scope that made it; never shown
 
 
 def screen(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """Look at an operation's first attempt before it is performed: refuse it, answer it from its twin, or let it pass.
+    """Check a first attempt for a twin and for an old key: refuse it, return its twin's answer, or None to go on.
 
-    *records* is where marks are written: the store, or the transaction that the operation is in.
+    *records* is the store, or the transaction that the operation is in; the twin's record is written there.
     """
     if op.attempt > 1:
         return None
@@ -32,13 +32,14 @@ def screen(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy)
         raise KeyExpired("This key is older than the time for which outcomes are kept; look up the result instead")
     if policy.suspect == "off":
         return None
-    # Has the same principal just asked for the same thing under another key?  A small record remembers, for a while.
-    mark = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
-    found = yield from records.claim(mark, lease=policy.suspect_window)
+    # A small record is named after the request's fingerprint, and has the operation's key as its own fingerprint.  An equal
+    # request of the same scope meets it within `suspect_window`, and learns the twin's key.
+    seen = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
+    found = yield from records.claim(seen, lease=policy.suspect_window)
     if isinstance(found, Lease):
         yield from records.release(found, retention=policy.suspect_window)
         return None
-    if found.fingerprint == operation.key:  # its own mark, from an attempt that was cut short before the release
+    if found.fingerprint == operation.key:  # this operation's own record: an attempt was cut short before the release
         return None
     ledger.emit("suspected", operation, token=op.lease.token, detail=found.fingerprint)
     if policy.suspect == "log":
@@ -52,26 +53,26 @@ def screen(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy)
     raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
 
 
-def done_before(record: Record, op: Op, policy: Policy) -> Answer:
-    """The answer to a second key, from the settled *record* of what must happen once."""
-    owner, outcome = untagged(record.outcome)
+def replay_unique(record: Record, op: Op, policy: Policy) -> Answer:
+    """Return the answer for another key, from the settled unique *record*."""
+    owner, outcome = untag(record.outcome)
     if policy.on_unique == "reject" or owner != op.operation.scope:
         raise Duplicate(f"{op.operation.unique!r} was done before, under another key")
     return Answer(shown(outcome), "replayed", attempt=op.attempt)
 
 
 def unique_unknown(unique: str | None) -> UnknownOutcome:
-    """The refusal for a second key if nobody knows whether the attempt under the first one took effect."""
+    """Return the refusal for a second key if the outcome under the first key is unknown."""
     return UnknownOutcome(
-        f"An attempt at {unique!r} under another key broke off, and whether it took effect is not known; look the result up, "
-        "and decide about that key with: oncemore keys resolve"
+        f"An attempt at {unique!r} under another key broke off, and whether it took effect is not known. Look up the result; "
+        "an operator can then decide about that key with: oncemore keys resolve"
     )
 
 
-def inner_operation(operation: Operation, policy: Policy) -> Operation:
-    """The operation that must happen once whatever the key, or one at a time.
+def unique_operation(operation: Operation, policy: Policy) -> Operation:
+    """Return the operation of the unique record (`unique_by`), or of the turn ("serialize").
 
-    In steps, its fingerprint names the key: if that is left unfinished, only the same key can go on.
+    For an operation in steps, its fingerprint stands for the key, because only that key can go on with its steps.
     """
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
     if policy.effect != "steps":
@@ -81,25 +82,26 @@ def inner_operation(operation: Operation, policy: Policy) -> Operation:
 
 
 @lru_cache(maxsize=256)
-def inner_policy(policy: Policy) -> Policy:
-    """The policy of a unique record: a failure leaves the way free for another key; a turn leaves no trace at all."""
+def unique_policy(policy: Policy) -> Policy:
+    """Return the policy of a unique record: only a success is kept, so a failure frees it for other keys.  A turn keeps none."""
     if policy.on_unique == "serialize":
         return dataclasses.replace(
-            policy, keep=never, on_unknown="retry", in_flight="wait", ttl=1.0, suspect="off", late="run"
+            policy, keep=keep_nothing, on_unknown="retry", in_flight="wait", ttl=1.0, suspect="off", late="run"
         )
     return dataclasses.replace(policy, keep="success", suspect="off", late="run")
 
 
-def never(outcome: Outcome) -> bool:
+def keep_nothing(outcome: Outcome) -> bool:
     return False
 
 
 def tag(outcome: Outcome, owner: str) -> Outcome:
+    """Return the outcome with its owner, as a unique record stores it."""
     return msgspec.structs.replace(outcome, headers=((OWNER, owner), *outcome.headers))
 
 
-def untagged(outcome: Outcome | None) -> tuple[str, Outcome]:
-    """The owner, and the outcome as it was.  No owner if it cannot be read, or if a person has decided about it."""
+def untag(outcome: Outcome | None) -> tuple[str, Outcome]:
+    """Return the owner and the outcome without it.  The owner is empty if a person resolved it, or it cannot be read."""
     if outcome is None or [name for name, _ in outcome.headers[:1]] != [OWNER]:
         return "", outcome or Outcome("tombstone")
     (_, owner), *headers = outcome.headers

@@ -1,8 +1,8 @@
 """Turns the results and errors of functions into outcomes and back, equal and of the same type.  Nothing is pickled.
 
-Built-in types always come back; other objects if the function names their class (`classes.py`).  Reading a value runs no
-code of its class, except that of msgspec structs and of classes that have gained a field since.  A zoneinfo time zone is
-kept; of any other time zone, the offset.
+Built-in types can always be read back; other objects if the function names their class (`classes.py`).  Reading a value runs
+no code of its class, except for msgspec structs and for classes that have gained a field since.  A zoneinfo time zone is
+stored by name, any other time zone by its offset.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .model import Outcome
 
 Types = tuple[type, ...]
 Errors = tuple[type[BaseException], ...]
-Classes = Mapping[str, type] | None  # None: read objects as the dictionaries of their members
+Classes = Mapping[str, type] | None  # None: read objects as dictionaries of their members
 
-# Each value that MessagePack does not have is written as {"~": tag, "v": ...}, and so is a dictionary with a key "~".
+# A value of a type that MessagePack does not have is written as {"~": tag, "v": ...}; so is a dictionary with a key "~".
 MARK = "~"
 
-# Deeper than any sensible result, and shallow enough that reading it back never meets Python's own limit.
+# The deepest nesting: more than any sensible result has, and less than Python's recursion limit.
 DEEPEST = 100
 
 TICK = datetime.timedelta(microseconds=1)
 
 
 class Unstorable(OncemoreError):
-    """The value is of a type that cannot be stored and read back as itself."""
+    """The value has a type that cannot be stored and read back."""
 
     code = "CONFIGURATION.unstorable_value"
     title = "The value cannot be stored"
@@ -47,9 +47,9 @@ class Unstorable(OncemoreError):
 
 
 def to_plain(value: Any, classes: Classes | None = None, room: int = DEEPEST) -> Any:
-    """Return *value* in terms of MessagePack's own types; `from_plain` makes an equal value of the same type from it.
+    """Return *value* as values of MessagePack's own types, from which `from_plain` makes an equal value of the same type.
 
-    Objects must be of one of *classes*; with None, of any class that can be stored.
+    Objects must be instances of one of *classes*; with None, of any class that can be stored.  *room* is the nesting left.
     """
     kind = type(value)
     if value is None or kind in PLAIN:
@@ -109,7 +109,7 @@ def _write_object(value: Any, classes: Classes | None, room: int) -> Any:
 
 
 def _read_object(name: str, content: Any, classes: Classes) -> Any:
-    if classes is None:  # for JSON, which needs the members only
+    if classes is None:  # for JSON, which needs only the members
         return from_plain(content, None)
     kind: Any = classes.get(name)
     if kind is None:
@@ -131,7 +131,7 @@ def _write_moment(value: datetime.datetime | datetime.time) -> Any:
 def _read_moment(kind: Any, text: str, fold: int, ticks: int | None, key: str | None) -> Any:
     zone: datetime.tzinfo | None = None if ticks is None else datetime.timezone(ticks * TICK)
     if key is not None:
-        with suppress(ZoneInfoNotFoundError):  # another machine may not know the zone; the offset is known anyway
+        with suppress(ZoneInfoNotFoundError):  # this machine may not know the zone: then keep the offset
             zone = ZoneInfo(key)
     return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
@@ -170,18 +170,18 @@ READ: dict[str, Callable[[Any, Classes], Any]] = {
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a data object by name, also those that are no fields."""
+    """Return the attributes of an object by name, including attributes that are no fields."""
     kind = type(value)
     if issubclass(kind, tuple):
         return dict(zip(kind._fields, value, strict=True))  # type: ignore[attr-defined]
     if issubclass(kind, msgspec.Struct):
         return {name: getattr(value, name) for name in kind.__struct_fields__}
-    object.__new__(kind)  # a class that cannot be made without arguments is refused now, not at the replay
+    object.__new__(kind)  # raises now rather than at the replay if the class cannot be made without arguments
     return _state(value)
 
 
 def _state(value: object) -> dict[str, Any]:
-    """Return the object's dictionary and slots, whatever its class says about its own state."""
+    """Return the object's dictionary and slots, without calling a `__getstate__` of its class."""
     state: Any = object.__getstate__(value)
     members, slots = state if isinstance(state, tuple) else (state, None)
     return {**(members or {}), **(slots or {})}
@@ -190,8 +190,8 @@ def _state(value: object) -> dict[str, Any]:
 def _rebuild(kind: Any, attributes: dict[str, Any]) -> Any:
     """Make the object with these attributes.
 
-    Its `__init__` runs only if it must: it would validate, change or count what is already done.  If the class has gained
-    a field since, its own `__init__` gives the default.
+    Its `__init__` runs only if the class has gained a field since, for the field's default, or is a msgspec struct: it might
+    validate, change or count again.
     """
     names = field_names(kind) or set()
     fields = {name: attributes[name] for name in names if name in attributes}
@@ -202,11 +202,11 @@ def _rebuild(kind: Any, attributes: dict[str, Any]) -> Any:
     result = make(**fields) if is_struct or fields.keys() != names else object.__new__(kind)
     assign = msgspec.structs.force_setattr if is_struct else object.__setattr__
     for name, item in attributes.items():
-        with suppress(AttributeError):  # a slot that the class has lost since
+        with suppress(AttributeError):  # the class has lost this slot since
             assign(result, name, item)
     for name in names - fields.keys():
         if not hasattr(result, name):
-            raise Unstorable(f"{name_of(kind)} has gained {name!r}, which the stored one lacks")
+            raise Unstorable(f"{name_of(kind)} has gained {name!r}, which the stored object lacks: give it a default")
     return result
 
 
@@ -214,13 +214,13 @@ def _rebuild(kind: Any, attributes: dict[str, Any]) -> Any:
 
 
 def error_parts(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that Python's own part of the error was made of, and all attributes that it has."""
+    """Return the arguments of the error's built-in base class, and all attributes of the error."""
     _, args, *state = _builtin(type(error)).__reduce__(error)
     return args, {**(state[0] if state else {}), **_state(error)}
 
 
 def error_from(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Make the error with these parts.  Its own `__init__` does not run, because its arguments are not known."""
+    """Make the error from these parts.  Its own `__init__` does not run, because the arguments for it are not known."""
     builtin = _builtin(kind)
     error: BaseException = builtin.__new__(kind, *args)
     builtin.__init__(error, *args)
@@ -230,14 +230,14 @@ def error_from(kind: type[BaseException], args: tuple[Any, ...], state: dict[str
 
 
 def _builtin(kind: type[BaseException]) -> Any:
-    """Return the built-in class that *kind* is made from: some, like OSError, hold more than args and attributes."""
+    """Return the built-in base class of *kind*: some, such as OSError, hold more than args and attributes."""
     return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 def error_class(name: str, errors: Errors) -> type[BaseException] | None:
     """Return the class called *name* if it is one of *errors* or a subclass of one."""
     kinds = list(errors)
-    for kind in kinds:  # grows while it is read
+    for kind in kinds:  # grows during the loop
         if name_of(kind) == name:
             return kind
         kinds.extend(child for child in kind.__subclasses__() if child not in kinds)
@@ -255,11 +255,11 @@ NOTHING = Outcome("value", body=encode(None))
 def value_outcome(value: Any, types: Types | None = None) -> Outcome:
     """Return the outcome that replays *value*; a tombstone if it cannot be stored, because the effect has happened.
 
-    *types* are the classes that the reader will know; None if that cannot be told here.
+    *types* are the classes that the reader will know; None allows any class that can be stored.
     """
     try:
         return Outcome("value", body=encode(to_plain(value, None if types is None else classes_by_name(types))))
-    except Exception as reason:  # whichever it is: if it got out, the operation would be performed again
+    except Exception as reason:  # any error: if it were raised, the operation would be performed again
         return _tombstone(type(value), reason)
 
 
@@ -267,7 +267,7 @@ def error_outcome(error: BaseException, types: Types | None = None) -> Outcome:
     """Return the outcome that raises *error* again; a tombstone if it cannot be stored."""
     try:
         args, state = error_parts(error)
-        error_from(type(error), args, state)  # an error that cannot be made again is known now, not at the replay
+        error_from(type(error), args, state)  # raises now rather than at the replay if it cannot be made again
         classes = None if types is None else classes_by_name(types)
         return Outcome("error", body=encode([name_of(type(error)), to_plain(args, classes), to_plain(state, classes)]))
     except Exception as reason:
@@ -281,7 +281,7 @@ def _tombstone(kind: type, reason: Exception) -> Outcome:
 
 
 def replayed(outcome: Outcome, errors: Errors = (), types: Types | None = ()) -> Any:
-    """Return the value that *outcome* holds, or raise its error if it is one of *errors*; objects are of *types*."""
+    """Return the value in *outcome*, or raise its error if that is one of *errors*.  Objects are read as *types*."""
     found = value_or_error(outcome, errors, types)
     if outcome.kind == "error":
         raise found
@@ -289,14 +289,14 @@ def replayed(outcome: Outcome, errors: Errors = (), types: Types | None = ()) ->
 
 
 def value_or_error(outcome: Outcome, errors: Errors = (), types: Types | None = ()) -> Any:
-    """Return the value that *outcome* holds, or its error; raises OutcomeNotKept or CorruptRecord if there is none."""
+    """Return the value or the error in *outcome*.  Raises OutcomeNotKept or CorruptRecord if there is none."""
     if outcome.kind not in ("value", "error"):
         raise OutcomeNotKept(
             f"The function ran, but its result was not kept: {outcome.body.decode('utf-8', 'replace')}"
         )
     try:
         plain = decode(outcome.body)
-        if outcome.kind == "value" and MARK.encode() not in outcome.body:  # nothing is tagged: it is the value itself
+        if outcome.kind == "value" and MARK.encode() not in outcome.body:  # nothing is tagged
             return plain
         classes = None if types is None else classes_by_name(types)
         if outcome.kind == "value":

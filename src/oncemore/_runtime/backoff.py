@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt: steps that grow, a cap, and a jitter that keeps the callers apart."""
+"""How long to wait before the next attempt: delays that grow up to a cap, with a jitter that spreads the callers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Jitter = Literal["full", "equal", "zero", "decorrelated", "additive", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Delays in seconds.  The step before retry *n* is `base · factor ** (n - 1)`, never above *cap*; `delay` adds the jitter."""
+    """Delays in seconds.  The step before retry *n* is `base · factor ** (n - 1)`, at most *cap*; `delay` adds the jitter."""
 
     base: float = 0.1
     factor: float = 2.0
@@ -33,23 +33,23 @@ class Backoff:
             )
 
     def step(self, retry: int) -> float:
-        """The delay before retry number *retry* (from 1), before any jitter."""
+        """Return the delay before retry number *retry* (from 1), without jitter."""
         try:
             return min(self.cap, self.base * self.factor ** (retry - 1))
         except OverflowError:
             return self.cap
 
     def delay(self, retry: int, chance: float, previous: float = 0.0) -> float:
-        """Seconds to wait before retry number *retry*; *chance* is a uniform number in [0, 1)."""
+        """Return the seconds to wait before retry number *retry*.  *chance* is a uniform random number in [0, 1)."""
         step = self.step(retry)
         match self.jitter:
-            case "full":  # anywhere in the step's own band: from the step to twice the step
-                # At the cap the band keeps its width, or all callers would come back together.
+            case "full":  # from the step to twice the step
+                # At the cap, from half of it to the cap: otherwise all callers would come back together.
                 top = min(self.cap, 2 * step)
                 return top / 2 + chance * top / 2
-            case "equal":  # half of the step is certain, half is chance
+            case "equal":  # from half of the step to the step
                 return step / 2 + chance * step / 2
-            case "zero":  # from nothing to the step (what AWS calls full jitter)
+            case "zero":  # from zero to the step (AWS calls this full jitter)
                 return chance * step
             case "decorrelated":  # from the base to three times the previous delay
                 top = max(3 * previous, self.base)

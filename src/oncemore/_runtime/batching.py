@@ -25,12 +25,13 @@ Item = TypeVar("Item")
 
 log = logging.getLogger("oncemore")
 
-Call = tuple[Item, "asyncio.Future[Any]"]  # on an event loop
+Queued = tuple[Item, "asyncio.Future[Any]"]  # an item on an event loop, and the future of its result
 
-# A batch waits for callers that were just answered: at most so many turns of the loop that bring no call, and so many seconds.
+# A batch waits for callers that were just answered.  It stops after this many turns of the loop without a new call, or after
+# this many seconds.
 LINGER_TURNS, LINGER_SECONDS = 3, 0.005
 
-# How long an ending event loop waits for a store that does not answer.  Process managers hardly wait longer.
+# The seconds that an ending event loop waits for a store that does not answer.  Process managers hardly wait longer.
 LONGEST_SHUTDOWN = 30.0
 
 
@@ -38,14 +39,14 @@ class Batcher(Generic[Item]):
     """Runs concurrent store calls in batches, on threads and on each event loop.
 
     Args:
-        run_batch: Returns one result per item, in order; an exception instance is that item's own.  If it raises, the
-            batch may have been applied.  The same items may be run twice, after an interruption.
+        run_batch: Returns one result per item, in order.  An exception instance is the error of that item alone.  If
+            `run_batch` raises, the batch may have been applied.  After an interruption, it may get the same items again.
         limit: The most items in a batch.
-        linger: On an event loop, wait a moment for callers that were just answered, because most of them call again at
-            once and a larger batch costs each of them less.
-        undo: Takes back items if their callers have gone or their results were lost; some of them may have had no effect.
-        can_undo: Tells which items `undo` is for: all, unless given.  Every other item is always carried out, also if its
-            caller has gone or `asyncio.run` is ending.
+        linger: On an event loop, wait a moment for callers that were just answered, because most of them call again
+            immediately, and a larger batch costs each of them less.
+        undo: Undoes items whose callers have gone or whose results were lost.  Must accept items that were never carried out.
+        can_undo: Tells whether an item can be undone; by default, all can if there is an `undo`.  Every other item is always
+            carried out, also if its caller has gone or `asyncio.run` is ending.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Batcher(Generic[Item]):
     def _reset(self) -> None:
         self._threads = ThreadBatcher(self)
         self._loops = PerLoop(lambda: LoopBatcher(self), dropped=self._adopt)
-        self.orphans: list[Item] = []  # items with results that nobody has; the next batch repairs them
+        self.orphans: list[Item] = []  # items whose results reached no caller; the next batch repairs them
 
     def submit(self, item: Item) -> Any:
         """Return the result of *item*, on this thread."""
@@ -85,13 +86,13 @@ class Batcher(Generic[Item]):
         try:
             return await future
         except asyncio.CancelledError:
-            # Cancelled just when the result had arrived.  If the future was cancelled, the loop's batcher knows that by itself.
+            # Cancelled just when the result had arrived.  A cancelled future is handled by the loop's batcher.
             if has_result(future):
                 await self._undo(item)
             raise
 
     async def _undo(self, item: Item) -> None:
-        """Undo an item whose caller was cancelled.  It waits, because an ending loop waits for the caller's task alone."""
+        """Undo an item whose caller was cancelled, before the caller's task ends: an ending loop waits for that task alone."""
         self.orphans.append(item)
         with suppress(asyncio.CancelledError):
             await arun(self.repair())
@@ -99,7 +100,7 @@ class Batcher(Generic[Item]):
             await arun(self.repair())
 
     async def drain(self) -> None:
-        """Return when no batch is under way on the running event loop."""
+        """Wait until no batch is under way on the running event loop."""
         loop_batcher = self._loops.find()
         if loop_batcher is not None:
             await loop_batcher.drain()
@@ -113,10 +114,10 @@ class Batcher(Generic[Item]):
         return (yield from self.run_batch(items)) if items else ()
 
     def repair(self) -> Plan[None]:
-        """Undo the orphans that can be undone, and carry out the others (again).
+        """Undo the orphans that can be undone, and carry out the others again.
 
-        They stay orphans until that is done: if this is stopped, the next batch does it.  Another thread or loop may do it at
-        the same time.
+        They stay orphans until that is done: if this plan is interrupted, the next batch repairs them.  Another thread or
+        loop may repair the same ones meanwhile.
         """
         orphans = [*self.orphans]
         undoable = [item for item in orphans if self.can_undo(item)]
@@ -126,8 +127,11 @@ class Batcher(Generic[Item]):
                 yield from self.run_batch(others)
             if undoable:
                 yield from self.undo(undoable)
-        except Exception:  # then a lease ends by itself, and an outcome becomes unknown
-            log.exception("An interrupted store call could be neither finished nor undone")
+        except Exception:
+            log.exception(
+                "%d interrupted store calls could be neither finished nor undone; leases lapse, and outcomes may be unknown",
+                len(orphans),
+            )
         for item in orphans:
             with suppress(ValueError):
                 self.orphans.remove(item)
@@ -135,11 +139,12 @@ class Batcher(Generic[Item]):
     def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
         """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
         self.orphans += [item for item, future in loop_batcher.batch if not has_result(future)]
-        self.orphans += [item for item, _ in loop_batcher.waiting if not self.can_undo(item)]  # the rest was never sent
+        # Waiting items were never sent, so there is nothing to undo.
+        self.orphans += [item for item, _ in loop_batcher.waiting if not self.can_undo(item)]
 
 
 class Submit(Generic[Item]):
-    """Effect: run *item* in a batch of *batcher*, and return its own result or raise its own error."""
+    """Effect: run *item* in a batch of *batcher*, and return its result or raise its error."""
 
     __slots__ = ("batcher", "item")
 
@@ -155,16 +160,16 @@ class Submit(Generic[Item]):
 
 
 class Ticket(Generic[Item]):
-    """One thread's item, and its result once there is one."""
+    """One thread's item, and its result as soon as there is one."""
 
     __slots__ = ("batch", "done", "gate", "gone", "item", "result")
 
     def __init__(self, item: Item) -> None:
         self.item = item
-        self.batch: tuple[Ticket[Item], ...] = ()  # the batch that it leads
+        self.batch: tuple[Ticket[Item], ...] = ()  # the batch that this ticket leads
         self.result: Any = None
         self.done = False
-        self.gone = False  # its thread was interrupted
+        self.gone = False  # whether its thread was interrupted
         self.gate = threading.Lock()  # released to wake the thread; an Event would cost ten times as much
         self.gate.acquire()
 
@@ -185,14 +190,14 @@ class Ticket(Generic[Item]):
         return self.result
 
 
-LOST = object()  # the result of a call in a batch that was interrupted
+LOST = object()  # the result of an item if its batch was interrupted
 
 
 class ThreadBatcher(Generic[Item]):
     """Runs the calls of threads in batches.  The first caller in the queue leads: it runs the batch for all of them.
 
-    An interrupt (Ctrl-C, mostly) may come between any two lines, and `_leave` repairs each state that this results in.
-    So threads wait on locks, not on a Condition: its methods are Python code, and an interrupt at the end of its
+    An interrupt (mostly Ctrl-C) may come between any two lines; `_leave` repairs every state that it can leave behind.
+    Threads wait on locks, not on a Condition, because its methods are Python code: an interrupt at the end of its
     `__enter__` would leave the lock held for ever.
     """
 
@@ -203,7 +208,7 @@ class ThreadBatcher(Generic[Item]):
         self.leader: Ticket[Item] | None = None
 
     def submit(self, item: Item) -> Any:
-        """Return the result of *item* once its batch has run.  After an interrupt, it is carried out or undone."""
+        """Return the result of *item* after its batch has run.  After an interrupt, the item is carried out or undone."""
         ticket = Ticket(item)
         try:
             with self.lock:
@@ -216,7 +221,7 @@ class ThreadBatcher(Generic[Item]):
         except BaseException:
             try:
                 self._leave(ticket)
-            finally:  # once more, because a second Ctrl-C may have stopped it halfway
+            finally:  # a second time, because another Ctrl-C may have interrupted the first
                 lost = self._leave(ticket)
             ticket.batch = ()
             self.batcher.orphans += lost
@@ -242,7 +247,7 @@ class ThreadBatcher(Generic[Item]):
                     batcher.orphans.append(ticket.item)
                 ticket.finish(result)
             self._pass_lead(leader)
-            leader.batch = ()  # it contains the leader, and a cycle would wait for the garbage collector
+            leader.batch = ()  # the batch contains the leader: break the cycle, so that the garbage collector need not
         if batcher.orphans:
             run(batcher.repair())
 
@@ -253,14 +258,14 @@ class ThreadBatcher(Generic[Item]):
             self.leader.wake()
 
     def _leave(self, ticket: Ticket[Item]) -> list[Item]:
-        """Take an interrupted caller out, with the batch that it leads; return the items that must be repaired.
+        """Remove an interrupted caller, and the batch that it leads, from the queue; return the items to be repaired.
 
-        It may be called twice, and then returns the same.
+        A second call returns the same items.
         """
         with self.lock:
             ticket.gone = True
             undoes = self.batcher.can_undo(ticket.item)
-            if ticket in self.waiting and not ticket.batch and not undoes:  # else it is withdrawn
+            if ticket in self.waiting and not ticket.batch and not undoes:  # else there is no need to send it
                 ticket.batch = (ticket,)
             for each in ticket.batch or (ticket,):
                 if each in self.waiting:
@@ -274,16 +279,16 @@ class ThreadBatcher(Generic[Item]):
 
 
 class LoopBatcher(Generic[Item]):
-    """Runs the calls on one event loop in batches, in a task that lasts as long as there are any.
+    """Runs the calls on one event loop in batches, in a task that ends when the queue is empty.
 
-    `asyncio.run` cancels all tasks at its end, this one too, and waits for them.  A settle must not be lost because the
-    program ends, so a cancelled task goes on until its queue is empty, or the store has not answered for 30 seconds.
+    At its end, `asyncio.run` cancels all tasks, including this one, and waits for them.  A settle must not be lost because
+    the program ends, so a cancelled task goes on until its queue is empty, or the store has not answered for 30 seconds.
     """
 
     def __init__(self, batcher: Batcher[Item]) -> None:
         self.batcher = batcher
-        self.waiting: deque[Call[Item]] = deque()
-        self.batch: list[Call[Item]] = []  # the calls under way
+        self.waiting: deque[Queued[Item]] = deque()
+        self.batch: list[Queued[Item]] = []  # the calls under way
         self.running = False
         self.gave_up = False
         self.task: asyncio.Task[None] | None = None
@@ -306,11 +311,11 @@ class LoopBatcher(Generic[Item]):
         try:
             self.running, self.gave_up = True, False
             runner = self._run()
-            # By hand up to its first await: the code of a task that is cancelled before its first step would never run.
+            # Run it up to its first await here, because a task that is cancelled before its first step never runs at all.
             runner.send(None)
-            # In an empty context: the first caller's (its trace, its user) is not that of the others.
+            # In an empty context, because the first caller's context (its trace, its user) is wrong for the others.
             self.task = Context().run(asyncio.get_running_loop().create_task, runner)
-        except BaseException:  # Ctrl-C; the next call starts a task, unless `_run` has
+        except BaseException:  # Ctrl-C: the next call starts a task, unless `_run` has started one
             self.running = self.task is not None
             raise
 
@@ -324,7 +329,7 @@ class LoopBatcher(Generic[Item]):
             self._stop()
         except GeneratorExit:  # the loop was closed in the middle of a batch
             raise
-        except BaseException:  # Ctrl-C, which goes on to the loop, and another task serves the queue; or it gave up
+        except BaseException:  # it gave up, or Ctrl-C: that goes on to the loop, and another task serves the queue
             self._take_back()
             self._stop()
             if self._has_work():
@@ -335,7 +340,7 @@ class LoopBatcher(Generic[Item]):
         return not self.gave_up and bool(self.waiting or self.batcher.orphans)
 
     def _stop(self) -> None:
-        """Leave nothing that keeps the loop alive; if it gave up, leave no caller without a result."""
+        """Drop the task and the timer, which would keep the loop alive.  If the task gave up, fail all waiting calls."""
         while self.gave_up and self.waiting:
             set_result(self.waiting.popleft()[1], LOST)
         self.running, self.task = False, None
@@ -344,7 +349,7 @@ class LoopBatcher(Generic[Item]):
             self.timer = None
 
     async def _linger(self) -> None:
-        """Let a turn of the loop pass, and more of them as long as callers that were just answered keep coming back."""
+        """Let one turn of the loop pass, and further turns while callers that were just answered call again."""
         loop = asyncio.get_running_loop()
         until = self.last_end + LINGER_SECONDS
         turns, before = LINGER_TURNS, 0
@@ -372,7 +377,7 @@ class LoopBatcher(Generic[Item]):
                 self._take_back()
                 self._limit_time()
                 return
-            failed, results = True, [LOST for _ in batch]  # the plan has cancelled itself
+            failed, results = True, [LOST for _ in batch]  # the cancellation came from within the plan
         except Exception as error:
             failed, results = True, [own_error(error) for _ in batch]
         for (item, future), result in zip(batch, results, strict=True):
@@ -383,19 +388,19 @@ class LoopBatcher(Generic[Item]):
         if cancels:  # the store answers, so it may have more time
             self._limit_time()
 
-    def _take_batch(self) -> list[Call[Item]]:
-        batch: list[Call[Item]] = []
+    def _take_batch(self) -> list[Queued[Item]]:
+        batch: list[Queued[Item]] = []
         self.batch = batch
         while self.waiting and len(batch) < self.batcher.limit:
             call = self.waiting[0]
-            if not call[1].cancelled() or not self.batcher.can_undo(call[0]):  # else it is withdrawn
+            if not call[1].cancelled() or not self.batcher.can_undo(call[0]):  # else nobody needs it to be sent
                 batch.append(call)
-            self.waiting.popleft()  # last: an interrupt must leave each call in one of the two, or in both
+            self.waiting.popleft()  # after the append: an interrupt must leave each call in the queue, the batch, or both
         return batch
 
     def _take_back(self) -> None:
-        """End a batch that was stopped.  Items that can be undone are: their results are lost.  The others are sent again."""
-        if self.batch and self.waiting and self.batch[-1] is self.waiting[0]:  # stopped while it was being taken
+        """End an interrupted batch.  Items that can be undone are undone; the others go back to the front of the queue."""
+        if self.batch and self.waiting and self.batch[-1] is self.waiting[0]:  # interrupted in `_take_batch`
             self.batch.pop()
         for item, future in [call for call in reversed(self.batch) if not has_result(call[1])]:
             if self.batcher.can_undo(item):
@@ -406,31 +411,34 @@ class LoopBatcher(Generic[Item]):
         self.batch = []
 
     def _limit_time(self) -> None:
-        """From now on, wait for the store at most so long."""
+        """Give up if the store has not answered LONGEST_SHUTDOWN seconds from now."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = asyncio.get_running_loop().call_later(LONGEST_SHUTDOWN, self._give_up)
 
     def _give_up(self) -> None:
-        log.error("The store does not answer, and the event loop ends without it; outcomes may be lost")
+        log.error(
+            "The store has not answered for %g s, so the event loop ends without it: outcomes may be lost, and are then unknown",
+            LONGEST_SHUTDOWN,
+        )
         self.gave_up = True
         assert self.task is not None, "the timer ends with the task"
         self.task.cancel()
 
 
 def check_count(results: Sequence[Any], calls: Sequence[Any]) -> None:
-    """Raise StoreError unless there is one result for each call, because no caller may get another's."""
+    """Raise StoreError unless there is one result for each call: otherwise a caller might get another one's result."""
     if len(results) != len(calls):
         raise StoreError(f"The store returned {len(results)} results for {len(calls)} items")
 
 
 def is_lost(result: Any, *, failed: bool, gone: bool) -> bool:
-    """Whether nobody knows of the item's effect: its batch has failed, or its caller has gone."""
+    """Whether the item may have taken effect without its caller learning of it: the batch failed, or the caller has gone."""
     return failed or (gone and not isinstance(result, BaseException))
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:
-    """Give *result*, or raise it, to the task that awaits *future*; nothing happens if that was cancelled."""
+    """Give *result* to the task that awaits *future*, or raise it there.  Does nothing if the future is done or cancelled."""
     if not future.done():
         if result is LOST:
             future.set_exception(interrupted())
@@ -446,15 +454,15 @@ def has_result(future: asyncio.Future[Any]) -> bool:
 
 
 def interrupted() -> StoreError:
-    """The error of calls in a batch that was stopped from outside."""
-    return StoreError("The batch was interrupted; its calls may or may not have been carried out")
+    """Return the error of a call in a batch that was interrupted."""
+    return StoreError("The batch was interrupted; its calls may or may not have been carried out: try again")
 
 
 def own_error(error: Exception) -> Exception:
-    """A copy of *error*, caused by it, so that callers that share a failure do not share a traceback."""
+    """Return a copy of *error*, with *error* as its cause, so that callers that share a failure do not share a traceback."""
     try:
         own = copy.copy(error)
-    except Exception:  # not every exception can be made from its own args
+    except Exception:  # some exceptions cannot be made from their own args
         own = StoreError(f"The batch failed: {error!r}")
     own.__cause__ = error
     return own

@@ -1,4 +1,4 @@
-"""The only place that reads this machine's clock.  Leases and retention never do: they live by the store's."""
+"""The clock that a guard measures its own waiting with; tests replace it.  Leases and retention use the store's clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class TimeSource(Protocol):
-    """The clock that the guard measures its own waiting with."""
+    """A clock with the two readings that a guard needs."""
 
     def monotonic(self) -> float: ...
     def time(self) -> float: ...

@@ -1,4 +1,4 @@
-"""Forks: the child resets this process's threads, locks and connections, and some files must not be open meanwhile."""
+"""Forks: the child resets inherited threads, locks and connections, and some files must not be open during the fork."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import ConfigurationError
 
 
 class Resettable(Protocol):
-    """A thing with threads, locks or connections, which do not work in a forked child."""
+    """An object with threads, locks or connections, which do not work in a forked child."""
 
     def _reset(self) -> None: ...
 
 
 _resettable: WeakSet[Resettable] = WeakSet()
 
-# The parent's state, kept for ever: a task or connection that the child's garbage collector ends would end the parent's.
+# Keeps inherited objects alive: if the child collected a connection, the parent's would be closed too.
 _inherited: list[dict[str, Any]] = []
 
 
@@ -28,18 +28,18 @@ def reset_in_child(thing: Resettable) -> None:
 
 
 class ForkSensitive(Protocol):
-    """A thing with a file, *path*, that must not be open in this process while it forks."""
+    """An object with a file, *path*, that must not be open in this process while it forks."""
 
     path: str
 
-    # Close the file, and keep it closed until the fork is over; False if it is in use.  If this raises, it undoes itself.
+    # Close the file and keep it closed until `_end_fork`.  Return False if it is in use.  If this raises, it has undone itself.
     def _close_for_fork(self) -> bool: ...
-    def _end_fork(self) -> None: ...  # the fork is over; called in the parent alone
+    def _end_fork(self) -> None: ...  # called in the parent, after the fork
 
 
 _sensitive: WeakSet[ForkSensitive] = WeakSet()
-_closed: list[ForkSensitive] = []  # during a fork
-_in_use: set[str] = set()  # during a fork: paths of things that could not be closed
+_closed: list[ForkSensitive] = []  # during a fork: the objects that were closed
+_in_use: set[str] = set()  # during a fork: the paths of the objects that could not be closed
 _refused: set[str] = set()  # paths that were in use when this process, or an ancestor of it, was forked
 _forking = threading.Lock()
 
@@ -47,14 +47,14 @@ _forking = threading.Lock()
 def close_before_fork(thing: ForkSensitive) -> None:
     """Have *thing* closed before every fork if it is idle.  If it is in use, the child must not open its file.
 
-    Locks on a file are not inherited, but SQLite's memory of them is.  A child that opens the same file then believes in
-    locks that only its parent holds, and rows that it commits are lost without an error.
+    A child does not inherit the locks on a file, but it inherits SQLite's memory of them.  If it opens the same file, it
+    relies on locks that only its parent holds, and rows that it commits are lost without an error.
     """
     _sensitive.add(thing)
 
 
 def check_usable(path: str) -> None:
-    """Refuse a file that was in use when this process was forked."""
+    """Raise ConfigurationError if the file was in use when this process was forked."""
     if path in _refused:
         raise ConfigurationError(
             f"{path}: it was in use when this process was forked, and SQLite would lose what is written here. "
@@ -66,7 +66,7 @@ def _before() -> None:
     _forking.acquire()
     things = tuple(_sensitive)
     in_use = set()
-    _in_use.update(thing.path for thing in things)  # all of them, if an interrupt comes meanwhile
+    _in_use.update(thing.path for thing in things)  # all of them, in case an interrupt stops the loop
     for thing in things:
         if thing._close_for_fork():
             _closed.append(thing)
@@ -90,7 +90,7 @@ def _after_in_child() -> None:
     _closed.clear()
     _refused.update(_in_use)
     _in_use.clear()
-    # Things that are replaced rather than reset stay as they were in the parent, and are not this process's to close.
+    # An object without `_reset` still belongs to the parent, so the child must not close it.
     ours: set[object] = {*_resettable}
     for file in tuple(_sensitive):
         if file not in ours:

@@ -19,7 +19,7 @@ log = logging.getLogger("oncemore")
 
 SHORTEST_TICK = 0.005
 NEVER = float("inf")
-# How long `close` waits for a renewal that is under way.
+# The seconds that `close` waits for a renewal that is under way.
 CLOSING = 5.0
 
 
@@ -27,7 +27,7 @@ CLOSING = 5.0
 class Renewal:
     """Effect: keep *lease*, which is *seconds* long, alive from now on until `stop`.
 
-    *lost* is set by the renew function if the store refuses the lease; it is then not renewed any more.
+    The renew function sets *lost* if the store refuses the lease.  The lease is then not renewed any more.
     """
 
     heartbeat: Heartbeat
@@ -36,7 +36,7 @@ class Renewal:
     due: float = field(default=0.0, init=False)
     lost: bool = field(default=False, init=False)
     stopped: bool = field(default=False, init=False)
-    among: set[Renewal] | None = field(default=None, init=False)  # those of the same thread or loop
+    group: set[Renewal] | None = field(default=None, init=False)  # the renewals of the same timer, this one included
 
     def run(self) -> None:
         self.heartbeat.threads.add(self)
@@ -45,22 +45,22 @@ class Renewal:
         self.heartbeat.on_loop().add(self)
 
     def stop(self) -> None:
-        """Renew the lease no more.  A renewal that is under way may still arrive; `stopped` tells that it came too late."""
+        """Stop renewing the lease.  One that is under way may still be refused; `stopped` says that this does not matter."""
         self.stopped = True
-        if self.among is not None:
-            self.among.discard(self)
+        if self.group is not None:
+            self.group.discard(self)
 
 
 class Heartbeat:
     """Keeps leases alive: `yield Renewal(heartbeat, lease, seconds)` in a plan, and `stop()` when the work is over.
 
-    A lease is renewed at the first tick after a third of it has passed, and again after each third.  A renewal that fails is
-    tried again at the next tick.  Ticks come at a fixed interval, a sixth of the shortest lease, so that adding a lease costs
-    one entry in a set and wakes nobody, and there are at least three tries before a lease ends.
+    A lease is renewed at the first tick after a third of it has passed, and again after each further third.  A renewal that
+    fails is tried again at the next tick.  Ticks come at a fixed interval, a sixth of the shortest lease.  So adding a lease
+    costs one entry in a set and wakes nobody, and a renewal has at least three tries before the lease ends.
 
     Args:
-        renew: Makes the plan that renews one lease.  It sets `lost` if the lease is no longer the caller's.
-        clock: Measures the intervals.
+        renew: Makes the plan that renews one lease, and that sets `lost` if the lease is no longer the caller's.
+        clock: The clock that decides when a renewal is due.
     """
 
     def __init__(self, renew: Callable[[Renewal], Plan[None]], clock: TimeSource) -> None:
@@ -74,11 +74,11 @@ class Heartbeat:
         self._loops = PerLoop(lambda: LoopTimer(self))
 
     def on_loop(self) -> LoopTimer:
-        """The timer of the running event loop."""
+        """Return the timer of the running event loop."""
         return self._loops.get()
 
     def take_due(self, renewals: set[Renewal]) -> list[Renewal]:
-        """The renewals to be made now, each with its next time set."""
+        """Return the renewals that are due now, and set the time of the next one for each."""
         now = self.now()
         due = [each for each in tuple(renewals) if each.due <= now]
         renewals.difference_update([each for each in due if each.lost])
@@ -87,29 +87,29 @@ class Heartbeat:
         return [each for each in due if not each.lost]
 
     def renew_one(self, renewal: Renewal) -> Plan[None]:
-        """Renew one lease.  If that fails, it is tried again at the next tick, and no other lease suffers."""
+        """Renew one lease.  After an error, the next tick tries again; no other lease is affected."""
         try:
             yield from self.renew(renewal)
         except Exception:
             renewal.due = 0.0
-            log.exception("A lease could not be renewed; the next tick tries again")
+            log.exception("A lease of %g s could not be renewed; the next tick tries again", renewal.seconds)
 
     def close(self) -> None:
-        """End the thread.  A lease that is added later starts another."""
+        """End the thread.  A lease that is added later starts another one."""
         self.threads.close()
 
 
 class LoopTimer:
-    """The renewals of one event loop.  Its timer runs only while there are any."""
+    """The renewals of one event loop.  The timer runs only while there are renewals."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.renewals: set[Renewal] = set()
-        self.shortest = NEVER  # of the leases that the timer serves; NEVER if it does not run
-        self.started = 0  # counts the timers; the latest is the one that counts
+        self.shortest = NEVER  # the length of the shortest lease; NEVER if the timer does not run
+        self.started = 0  # the number of the latest timer; earlier ones do nothing
 
     def add(self, renewal: Renewal) -> None:
-        renewals = renewal.among = self.renewals
+        renewals = renewal.group = self.renewals
         renewals.add(renewal)
         seconds = renewal.seconds
         renewal.due = self.heartbeat.now() + seconds / 3
@@ -118,13 +118,13 @@ class LoopTimer:
 
     def _start(self, shortest: float) -> None:
         self.shortest, self.started = shortest, self.started + 1
-        # In an empty context, because the timer outlives the caller that starts it.  Its handle is not kept: it would keep
-        # the loop alive, and with it this entry of a weak dictionary.
+        # In an empty context, because the timer outlives the caller that starts it.  Its handle is not kept, because it would
+        # keep the loop alive, and the heartbeat holds loops only weakly.
         interval = max(SHORTEST_TICK, shortest / 6)
         asyncio.get_running_loop().call_later(interval, self._tick, self.started, context=Context())
 
     def _tick(self, started: int) -> None:
-        if started != self.started:  # another timer was started since, with a shorter interval
+        if started != self.started:  # a later timer has a shorter interval
             return
         for renewal in self.heartbeat.take_due(self.renewals):
             keep_task(arun(self.heartbeat.renew_one(renewal)))
@@ -135,20 +135,20 @@ class LoopTimer:
 
 
 class ThreadTimer:
-    """The renewals of all threads.  One thread of our own makes them; it starts when needed, and ends at an idle tick."""
+    """The renewals of all threads.  One background thread makes them; it starts when needed, and ends at an idle tick."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.renewals: set[Renewal] = set()
-        self.shortest = NEVER  # of the leases that the thread serves
+        self.shortest = NEVER  # the length of the shortest lease
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._wake = threading.Event()
 
     def add(self, renewal: Renewal) -> None:
-        renewals = renewal.among = self.renewals
+        renewals = renewal.group = self.renewals
         renewal.due = self.heartbeat.now() + renewal.seconds / 3
-        renewals.add(renewal)  # before the thread is looked at: see _is_over
+        renewals.add(renewal)  # before looking at `thread`: see _ended
         if self.thread is None or renewal.seconds < self.shortest:
             try:
                 self._start(renewal.seconds)
@@ -169,21 +169,20 @@ class ThreadTimer:
                 self._wake.set()
 
     def _run(self) -> None:
-        with self._lock:  # until the thread that starts this one has said so
+        with self._lock:  # wait until `_start` has set `thread`
             wake = self._wake
         while True:
             wake.wait(max(SHORTEST_TICK, self.shortest / 6))
             wake.clear()
-            if self._is_over():
+            if self._ended():
                 return
             for renewal in self.heartbeat.take_due(self.renewals):
                 run(self.heartbeat.renew_one(renewal))
 
-    def _is_over(self) -> bool:
-        """Whether the thread ends: it was closed, or there is nothing to renew.
+    def _ended(self) -> bool:
+        """End the thread, and return True, if it was closed or there is nothing to renew.
 
-        `thread` is None before the last look at the renewals.  So a lease that is added meanwhile is seen here, or its caller
-        sees that there is no thread and starts one.
+        Clear `thread` first, then look once more: a lease added in between is either seen here, or starts a new thread.
         """
         with self._lock:
             current = threading.current_thread()

@@ -1,4 +1,4 @@
-"""A background thread that listens for messages of a server: connect, listen, back off and connect again."""
+"""A background thread that listens for a server's messages: connect, listen, and after an error connect again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .forks import reset_in_child
 
 log = logging.getLogger("oncemore")
 
-RECEIVE_SECONDS = 0.25  # how long one `receive` may block, and so how soon a closed listener ends
+RECEIVE_SECONDS = 0.25  # the seconds that one `receive` may block, and that a closed listener takes to end
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -32,19 +32,19 @@ class Listener(Generic[Connection]):
 
     A subclass writes two methods, which are called on that thread alone:
 
-        connect()                     open a connection and subscribe; raise CannotListen if there is no point in trying
-        receive(connection, seconds)  wait at most *seconds* for messages, and handle all that have come
+        connect()                     open a connection and subscribe; raise CannotListen if no messages can ever arrive
+        receive(connection, seconds)  wait at most *seconds* for messages, and handle all that have arrived
 
-    If either raises ConfigurationError, the thread ends, and the next `listen` starts another.
-    If either raises another exception, the connection is closed, and after a pause that grows to five seconds a new one is
-    opened.  Messages sent meanwhile are lost: after each `connect`, a subclass must assume that anything has changed.
-    A forked child has no thread until it calls `listen` itself.
+    If either raises ConfigurationError, the thread ends, and the next `listen` starts another one.  After any other error,
+    the connection is closed, and a new one is opened after a pause that grows to five seconds.  Messages sent meanwhile are
+    lost: after each `connect`, a subclass must assume that anything has changed.  A forked child has no thread until it
+    calls `listen`.
     """
 
-    name = "oncemore-listener"  # of the thread
+    name = "oncemore-listener"  # the name of the thread, also in the log
 
     def __init__(self, *, unavailable: bool = False) -> None:
-        self.unavailable = unavailable  # True: no messages arrive, so waiters must look for themselves
+        self.unavailable = unavailable  # whether no messages can arrive, so that waiters must ask the store
         self._reset()
         reset_in_child(self)
 
@@ -60,10 +60,10 @@ class Listener(Generic[Connection]):
         raise NotImplementedError
 
     def listen(self) -> None:
-        """Start the thread, unless it is running or the listener is unavailable.  Cheap enough for every call."""
+        """Start the thread, unless it is running or the listener is unavailable.  Cheap enough to be called every time."""
         if self._thread is not None or self.unavailable:
             return
-        with self._lock, suppress(RuntimeError):  # the interpreter is about to exit, and starts no more threads
+        with self._lock, suppress(RuntimeError):  # an interpreter that is about to exit starts no more threads
             if self._thread is None:
                 stop = threading.Event()
                 thread = threading.Thread(target=self._run, args=(stop,), name=self.name, daemon=True)
@@ -71,9 +71,9 @@ class Listener(Generic[Connection]):
                 self._thread, self._stop = thread, stop
 
     def close(self) -> None:
-        """Have the thread end and close its connection, in a quarter of a second unless it is connecting.
+        """Tell the thread to close its connection and end.  Unless it is connecting, that takes a quarter of a second.
 
-        Does not wait for that, so it may be called on an event loop.  `listen` starts a new thread.
+        Does not wait for the end, so it may be called on an event loop.  `listen` starts a new thread.
         """
         with self._lock:
             self._thread = None
@@ -81,7 +81,7 @@ class Listener(Generic[Connection]):
 
     def _end(self, stop: threading.Event) -> None:
         with self._lock:
-            # If it was closed meanwhile, another thread may have been started.
+            # If the listener was closed meanwhile, `_thread` may be a newer one.
             self._thread = None if self._stop is stop else self._thread
 
     def _run(self, stop: threading.Event) -> None:
@@ -96,14 +96,14 @@ class Listener(Generic[Connection]):
                 finally:
                     connection.close()
             except CannotListen as error:
-                log.info("%s: %s; waiters look for themselves instead", self.name, error)
+                log.info("%s: %s; waiters ask the store at intervals instead", self.name, error)
                 self.unavailable = True
                 return
-            except ConfigurationError as error:  # no further attempt would pass; the next `listen` makes one
-                log.warning("%s: no messages arrive: %s", self.name, error)
+            except ConfigurationError as error:  # trying again would fail too; the next `listen` tries again
+                log.warning("%s: no messages arrive until this is corrected: %s", self.name, error)
                 self._end(stop)
                 return
             except Exception as error:
-                log.info("%s: no messages arrive for now: %s", self.name, error)
+                log.info("%s: no messages arrive for now; connecting again in %g s: %s", self.name, pause, error)
                 stop.wait(pause)
                 pause = min(pause * 2, LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""Things that belong to one event loop."""
+"""Objects and tasks that belong to one event loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """One thing for each event loop, made by *make* on first use and dropped when its loop is closed.
+    """One object for each event loop, made by *make* on first use.
 
-    *dropped* is called with each thing if its loop was found closed: nobody else can end it any more.
+    If a loop is found closed, its object is removed, and *dropped* is called with it, because no task on that loop can end it.
     """
 
     def __init__(self, make: Callable[[], T], dropped: Callable[[T], object] = lambda thing: None) -> None:
@@ -23,9 +23,9 @@ class PerLoop(Generic[T]):
         self._latest: tuple[Callable[[], object], T | None] = (lambda: None, None)
 
     def get(self) -> T:
-        """The thing of the running loop."""
+        """Return the object of the running loop; make it if there is none."""
         loop = asyncio.get_running_loop()
-        known, thing = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
+        known, thing = self._latest  # nearly always there is one loop, and the dictionary is slower
         if thing is None or known() is not loop:
             thing = self.things.get(loop)
             if thing is None:
@@ -35,23 +35,23 @@ class PerLoop(Generic[T]):
         return thing
 
     def find(self) -> T | None:
-        """The thing of the running loop, if it has one."""
+        """Return the object of the running loop, or None."""
         return self.things.get(asyncio.get_running_loop())
 
     def pop(self) -> T | None:
-        """Remove and return the thing of the running loop, if it has one."""
+        """Remove the object of the running loop, and return it or None."""
         self._latest = (lambda: None, None)
         return self.things.pop(asyncio.get_running_loop(), None)
 
     def drop_closed(self) -> None:
-        """Drop the things of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
-        if self._latest[0]() is None:  # the loop was collected, and its thing with it, but for this reference
+        """Remove the objects of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
+        if self._latest[0]() is None:  # the loop was collected: let go of its object too
             self._latest = (lambda: None, None)
         for known in self.things.keyrefs():
             loop = known()
             if loop is not None and loop.is_closed():
                 self._latest = (lambda: None, None)
-                thing = self.things.pop(loop, None)  # another thread may have been quicker
+                thing = self.things.pop(loop, None)  # None if another thread has removed it
                 if thing is not None:
                     self._dropped(thing)
 
@@ -60,7 +60,7 @@ _tasks: PerLoop[set[asyncio.Task[Any]]] = PerLoop(set)
 
 
 def keep_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task on the running loop and keep it until it is done; a loop holds its tasks only weakly."""
+    """Start a task on the running loop and keep it until it is done, because a loop holds its tasks only weakly."""
     task, kept = asyncio.get_running_loop().create_task(coroutine), _tasks.get()
     kept.add(task)
     task.add_done_callback(kept.discard)
@@ -68,7 +68,7 @@ def keep_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def finish_despite_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run *coroutine* in a task of its own, to its end; a cancellation of the caller is raised after that.
+    """Run *coroutine* to its end in a task of its own.  If the caller is cancelled, CancelledError is raised after that.
 
     If `asyncio.run` ends meanwhile, it cancels that task too.
     """
@@ -76,7 +76,7 @@ async def finish_despite_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def to_the_end(work: asyncio.Future[T]) -> T:
-    """Return the result of *work*.  A caller that is cancelled waits for the end all the same."""
+    """Return the result of *work*.  If the caller is cancelled, wait for *work* first, then raise the cancellation."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -1,7 +1,7 @@
-"""Write it once, run it twice: a plan yields effects and is sent their results; it never blocks and never awaits.
+"""Plans: an algorithm is written once, as a generator, and runs on threads and on asyncio.
 
-An effect is anything with a `run()` that blocks and an `arun()` that is awaited.  The two drivers below are all there
-is between the algorithm and the world: `run` for threads, `arun` for asyncio (on any loop).
+A plan yields effects and is sent their results; it never blocks and never awaits.  An effect is anything with a `run()` that
+blocks and an `arun()` that is awaited.  Two drivers carry out the effects: `run` on a thread, `arun` on an event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Effect(Protocol[T_co]):
-    """One thing to be done outside the plan, by blocking or by awaiting."""
+    """One action that a plan asks for, with a blocking and an awaited form."""
 
     def run(self) -> T_co: ...
     def arun(self) -> Awaitable[T_co]: ...
@@ -29,28 +29,28 @@ class Effect(Protocol[T_co]):
 Plan = Generator[Effect[Any], Any, T]
 
 
-# As they were when this package was imported: gevent and eventlet replace them.
-NATIVE_THREADS = _thread.start_new_thread
+# Python's own function, saved at import so that we can tell if gevent or eventlet replaces it later.
+START_NEW_THREAD = _thread.start_new_thread
 
 PATCHED_TOO_LATE = (
-    "gevent or eventlet has replaced Python's threads after oncemore was imported, so leases would not be renewed, and an "
+    "gevent or eventlet replaced Python's threads after oncemore was imported, so leases would not be renewed, and an "
     "operation might run twice: patch before anything else is imported (the first line of the program or of "
     "gunicorn.conf.py: from gevent import monkey; monkey.patch_all(); for uWSGI: --gevent-early-monkey-patch)"
 )
 ASYNCIO_ONLY = (
     "The async functions of oncemore work on asyncio only, and no asyncio event loop is running here: under trio, call the "
-    "sync ones in a thread (trio.to_thread.run_sync), or run the program on asyncio"
+    "sync functions in a thread (trio.to_thread.run_sync), or run the program on asyncio"
 )
 
 
-def are_greenlets(start: Callable[..., Any]) -> bool:
-    """Whether *start* is of gevent's or eventlet's.  A debugger's own function still starts threads."""
+def starts_greenlets(start: Callable[..., Any]) -> bool:
+    """Whether *start* belongs to gevent or eventlet.  A debugger may replace it too, but still starts threads."""
     return start.__module__.partition(".")[0] in ("gevent", "eventlet")
 
 
 def run(plan: Plan[T]) -> T:
-    """The plan's result, each effect carried out on this thread."""
-    if _thread.start_new_thread is not NATIVE_THREADS and are_greenlets(_thread.start_new_thread):
+    """Carry out each effect of the plan on this thread, and return the plan's result."""
+    if _thread.start_new_thread is not START_NEW_THREAD and starts_greenlets(_thread.start_new_thread):
         raise ConfigurationError(PATCHED_TOO_LATE)
     try:
         effect = next(plan)
@@ -66,7 +66,7 @@ def run(plan: Plan[T]) -> T:
 
 
 async def arun(plan: Plan[T]) -> T:
-    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
+    """Await each effect of the plan, and return its result.  A cancellation is thrown into the plan like any other error."""
     try:
         asyncio.get_running_loop()
     except RuntimeError as error:
@@ -85,7 +85,7 @@ async def arun(plan: Plan[T]) -> T:
 
 
 def run_here(plan: Plan[Any]) -> Any:
-    """The plan's result, or an awaitable of it if an event loop runs on this thread."""
+    """Return the plan's result, or an awaitable of it if an event loop runs on this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -94,7 +94,7 @@ def run_here(plan: Plan[Any]) -> Any:
 
 
 class Call:
-    """Call a function of the user's: a plain one when run, an async (or plain) one when awaited."""
+    """Effect: call the user's function.  `run` takes a sync function, `arun` an async or a sync one."""
 
     __slots__ = ("args", "function")
 
@@ -104,7 +104,7 @@ class Call:
 
     def run(self) -> Any:
         result = self.function(*self.args)
-        if isinstance(result, CoroutineType):  # it has not begun, and nobody here could await it
+        if isinstance(result, CoroutineType):  # nothing of it has run, and it cannot be awaited here
             result.close()
             raise ConfigurationError(f"{self.function!r} is async: use the awaited form of this call")
         return result
@@ -115,7 +115,7 @@ class Call:
 
 
 class Sleep:
-    """Let *seconds* pass."""
+    """Effect: wait *seconds*."""
 
     __slots__ = ("seconds",)
 

@@ -1,4 +1,4 @@
-"""How relays, consumers and senders run as a process: on an event loop of their own, until they are told to stop."""
+"""Runs a relay, consumer or sender as a process: on an event loop of its own, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def run_service(
     stop: Callable[[], object] | None = None,
     close: Callable[[], Awaitable[object]] = nothing,
 ) -> T:
-    """Run *work* on a new event loop, then *close* what belongs to that loop, and return the result.
+    """Run *work* on a new event loop, then *close* to end the connections of that loop, and return the result.
 
-    With *stop*, SIGTERM and SIGINT call it, instead of ending the process.
+    If *stop* is given, SIGTERM and SIGINT call it instead of ending the process.
     """
     if asyncio._get_running_loop() is not None:  # get_running_loop() raises instead
         raise RuntimeError("An event loop is running on this thread: await the method with an `a` before its name")
@@ -32,7 +32,7 @@ def run_service(
         if stop is not None:
             loop = asyncio.get_running_loop()
             for each in (signal.SIGTERM, signal.SIGINT):
-                with suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread, or on Windows
+                with suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread, or Windows
                     loop.add_signal_handler(each, stop)
         try:
             return await work()

@@ -14,12 +14,12 @@ Subscriber = Callable[[Id | None], None]
 
 
 class Waiter:
-    """One caller that waits for one record.  A notification between two waits is not lost: the next wait returns at once."""
+    """One caller that waits for one record.  After a notification between two waits, the next wait returns immediately."""
 
     __slots__ = ("_lock", "_notified", "_wake")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant, like the lock of Wakeups
+        self._lock = threading.RLock()  # reentrant for the reason given in `Wakeups._reset`
         self._notified = False
         self._wake: Callable[[], object] | None = None
 
@@ -35,7 +35,7 @@ class Waiter:
         return Wait(self, timeout)
 
     def arm(self, wake: Callable[[], object]) -> bool:
-        """Have *wake* called at the next notification; False if there was one since the last wait."""
+        """Have *wake* called at the next notification.  Return False instead if there was one since the last wait."""
         with self._lock:
             if self._notified:
                 self._notified = False
@@ -87,7 +87,7 @@ class Wait:
 
 
 class Wakeups:
-    """The callers of this process that wait for a record, and the subscribers that are told of every change."""
+    """The callers of this process that wait for records, and the subscribers to every change."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
@@ -95,12 +95,12 @@ class Wakeups:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        # Reentrant, because the garbage collector may end a forgotten wait, or unsubscribe, while this thread holds it.
+        # Reentrant: while a thread holds it, the garbage collector may run there and end an abandoned wait, or unsubscribe.
         self._lock = threading.RLock()
         self._waiters: dict[Id | None, set[Waiter]] = {}
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call *subscriber* with the id of every record that changes, until `unsubscribe`; None stands for any record."""
+        """Call *subscriber* with the id of each record that may have changed, until `unsubscribe`.  None means any record."""
         with self._lock:
             self._subscribers = (*self._subscribers, subscriber)
 
@@ -110,7 +110,7 @@ class Wakeups:
 
     @contextmanager
     def waiting(self, id: Id) -> Iterator[Waiter]:
-        """Give a waiter for the record *id*, which is notified from now until the block ends."""
+        """Yield a waiter for the record *id*, which is notified until the block ends."""
         waiter = Waiter()
         with self._lock:
             self._waiters.setdefault(id, set()).add(waiter)
@@ -118,23 +118,23 @@ class Wakeups:
             yield waiter
         finally:
             with self._lock:
-                waiters = self._waiters.get(id, set())  # none, if the process was forked meanwhile
+                waiters = self._waiters.get(id, set())  # empty if the process was forked meanwhile
                 waiters.discard(waiter)
                 if not waiters:
                     self._waiters.pop(id, None)
 
     def notify(self, id: Id | None) -> None:
-        """Wake all that wait for the record *id*, and tell the subscribers."""
+        """Wake all waiters for the record *id*, and call the subscribers."""
         for subscriber in self._subscribers:
             subscriber(id)
-        if self._waiters:  # usually nobody waits, and that costs no lock
+        if self._waiters:  # nearly always there are none: then take no lock
             with self._lock:
                 waiters = tuple(self._waiters.get(id, ()))
             for waiter in waiters:
                 waiter.notify()
 
     def notify_all(self) -> None:
-        """Wake everyone: the connection that brings the store's messages was lost, and some may have been missed."""
+        """Wake all waiters, because messages of the store may have been missed while its connection was down."""
         self.notify(None)
         with self._lock:
             everyone = [waiter for waiters in self._waiters.values() for waiter in waiters]

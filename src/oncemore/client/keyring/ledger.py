@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..._ledger.connect import connect
-from ..._ledger.decisions import is_over
+from ..._ledger.decisions import is_free
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Store
 from ..._runtime.clock import SYSTEM
@@ -97,7 +97,7 @@ class LedgerKeyring:
                 )
                 if found.state == "held":
                     yield from self._reopen(entry)
-                elif not is_over(found):
+                elif not is_free(found):
                     return entry
                 found = None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from ..._ledger.decisions import fenced, is_over
+from ..._ledger.decisions import fenced, is_free
 from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Record
 from ..._ledger.states import RUNNING
@@ -203,7 +203,7 @@ class Batches:
                 expired.append(item)
             elif record.holder == item.row.holder:  # the claim was granted, but the answer was lost
                 answers[item] = Lease(operation, record.token, record.lease_until, record.attempts, lapsed)
-            elif not is_over(record) or record.fingerprint != operation.fingerprint:
+            elif not is_free(record) or record.fingerprint != operation.fingerprint:
                 answers[item] = record
         if expired:  # audited records must go to the archive first
             yield from self._rows(self.sql.archive, expired, deadline)
@@ -284,7 +284,7 @@ def limit_bytes(items: list[Item]) -> list[Item]:
 
 def share(found: Answers, items: list[Item], answers: Answers) -> None:
     """Give the same answer to every claim of a record that nobody can claim now."""
-    known = {item.id: answer for item, answer in found.items() if isinstance(answer, Record) and not is_over(answer)}
+    known = {item.id: answer for item, answer in found.items() if isinstance(answer, Record) and not is_free(answer)}
     for item in items:
         if item not in answers and item.id in known:
             answers[item] = known[item.id]

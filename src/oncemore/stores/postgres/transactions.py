@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ..._ledger.decisions import is_over
+from ..._ledger.decisions import is_free
 from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.transactions import (
     Again,
@@ -106,7 +106,7 @@ class PostgresTransaction(Transaction):
                 raise Again("the record in the way has gone")
             if is_expired(record):  # if it is audited, it must be archived first
                 yield from self._execute((self._sql.archive_here, [*map(escape_text, record.id), self._database.shift]))
-            elif not is_over(record) or record.fingerprint != operation.fingerprint:
+            elif not is_free(record) or record.fingerprint != operation.fingerprint:
                 return record
             rows = yield from self._execute(
                 (self._sql.take_here, [*self._claim_values(operation, lease), request or None])

@@ -1,4 +1,4 @@
-"""A guard on each kind of store."""
+"""Fixtures: a guard on each kind of store."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def store_url(kind: str, request: pytest.FixtureRequest, folder: Path) -> str:
 
 @pytest.fixture(params=STORES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty ledger, on each store."""
+    """Return the URL of an empty ledger on each store."""
     return store_url(request.param, request, tmp_path)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.server)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty ledger that lends transactions."""
+    """Return the URL of an empty ledger with transactions."""
     return store_url(request.param, request, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Processes that run a schedule, to be killed: each effect is a row in the ledger's own database."""
+"""Processes that run a schedule until they are killed.  Each effect is a row in the ledger's own database."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.processes import separate_processes
 
 
 def create_effects(url: str) -> None:
-    """Make the table of effects.  It has no key: nothing but the ledger keeps an effect from happening twice."""
+    """Make the table of effects.  It has no key, so only the ledger prevents a second effect."""
     guard = Guard(url)
     guard.stats()  # makes the ledger's own tables
     guard.close()
@@ -51,7 +51,7 @@ def add_effect(url: str, result: str) -> None:
 
 
 def second_schedule(guard: Guard, url: str) -> Schedule:
-    """A job that is due every second, and is often in the middle of its work."""
+    """Return a schedule with a job that is due every second, and is usually in the middle of its work."""
 
     @job(guard, slot="{window:1s}", name="each_second", effect="transaction")
     def each_second() -> None:
@@ -65,7 +65,7 @@ def second_schedule(guard: Guard, url: str) -> Schedule:
 
 
 def offers_schedule(guard: Guard, url: str, users: int) -> Schedule:
-    """Daily offers; a result is made up anew by each attempt, so that a second attempt shows."""
+    """Return a schedule of daily offers.  Each attempt makes a new result, so a second attempt can be seen."""
 
     @job(guard, slot="{date:America/New_York}:{user}", name="daily_offers", effect="transaction")
     def daily_offers(user: str, date: datetime.date) -> list[str]:

@@ -1,4 +1,4 @@
-"""A job runs once per slot, by hand: results, failures, kills, transactions."""
+"""Jobs that are called by hand run once per slot: results, failures, kills, transactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler of the matchmaking requirements: each of their statements is a test with its name."""
+"""The scheduler of the matchmaking requirements.  Each statement of the requirements is a test with its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY = datetime.date(2026, 2, 19)
 
 
 class Matchmaking:
-    """Daily offers in a table without any key of its own."""
+    """Daily offers in a table without a unique key."""
 
     def __init__(self, folder: Path) -> None:
         self.registry = CollectorRegistry()

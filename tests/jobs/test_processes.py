@@ -19,7 +19,7 @@ DAY = datetime.date(2026, 2, 19)
 
 
 def names(first: float, last: float) -> list[str]:
-    """The slots of the seconds from *first* to *last*."""
+    """Return the names of the slots of the seconds from *first* to *last*."""
     moments = (datetime.datetime.fromtimestamp(at, datetime.UTC) for at in range(int(first), int(last) + 1))
     return [f"{moment:%Y%m%dT%H%M%SZ}" for moment in moments]
 
@@ -45,7 +45,7 @@ def test_five_schedulers_with_random_kills_run_each_slot_once(database: str) -> 
         while not set(expected) <= {slot for (slot,) in fleet.query(database, "SELECT slot FROM effects")}:
             assert time.time() < patience, "some slots were never run"
             time.sleep(0.2)
-        # The latest one may be told to stop before it has begun to listen for that.
+        # The newest process may get the signal before it has set its handler.
         assert {fleet.stop(process) for process in processes} <= {0, -signal.SIGTERM}
     finally:
         for process in processes:
@@ -57,7 +57,7 @@ def test_five_schedulers_with_random_kills_run_each_slot_once(database: str) -> 
 
 
 def wait_for_a_slot(url: str) -> float:
-    """When the first slot was run."""
+    """Wait until a slot was run, and return the time of the first."""
     patience = time.time() + 60
     while not (found := fleet.query(url, "SELECT min(slot) FROM effects")[0][0]):
         assert time.time() < patience

@@ -1,4 +1,4 @@
-"""A schedule: what is due, what is made up for, what is tried again, and what operators see."""
+"""Schedules: slots that are due, catching up, retries, and the verbs for operators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIX = datetime.datetime(2026, 2, 19, 6, tzinfo=NEW_YORK)
 
 
 class Offers:
-    """A daily job for each user, with the calls that were made."""
+    """A daily job for each user, and a list of its calls."""
 
     def __init__(self, guard: Guard, **settings: Any) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -114,7 +114,7 @@ def test_catch_up_after_four_days(guard: Guard, catch_up: Any, days: list[str], 
 
 
 def test_catch_up_of_a_late_last_slot(guard: Guard) -> None:
-    """Three hours late: "none" gives it up, "last" runs it.  Half an hour late, both do."""
+    """If the slot is three hours late, only "last" runs it.  If it is half an hour late, "none" runs it, too."""
     ran = {}
     for catch_up, late in [("none", 3.0), ("last", 3.0), ("none", 0.5)]:
         name = f"{catch_up}-{late}"
@@ -133,7 +133,7 @@ def test_catch_up_of_a_late_last_slot(guard: Guard) -> None:
 
 
 def test_clock_set_back_stops_no_slots_and_no_catching_up(guard: Guard) -> None:
-    """It has shown another month for a moment, and is right again."""
+    """The clock has shown another month for a moment, and is right again."""
     offers = Offers(guard)
     schedule = offers.schedule(guard, each=["ann"])
     for days in (0, 30, 1, 2):
@@ -143,7 +143,7 @@ def test_clock_set_back_stops_no_slots_and_no_catching_up(guard: Guard) -> None:
 
 
 def test_slots_that_others_ran_meanwhile_are_not_missed(guard: Guard) -> None:
-    """As by a process of a machine that was asleep."""
+    """The process does not know of them, because its machine was asleep."""
     offers = Offers(guard)
     asleep, awake = (offers.schedule(guard) for _ in range(2))
     for schedule, days in ((asleep, 0), (awake, 0), (awake, 1), (awake, 2), (awake, 3)):
@@ -187,7 +187,7 @@ def test_failed_slot_is_tried_again_with_backoff_by_any_schedule(guard: Guard) -
 
 @pytest.mark.parametrize("effect", ["lease", "steps"])
 def test_slot_that_fails_elsewhere_is_tried_again_after_its_pause(tmp_path: Path, effect: str) -> None:
-    """The other process has found it running, and looks at it again."""
+    """This process has found the slot running elsewhere, and checks it again."""
     guard = Guard(f"sqlite:///{tmp_path}/once.db")
     calls, begun, fail = [], threading.Event(), threading.Event()
 
@@ -296,7 +296,7 @@ def test_time_that_is_over_lists_a_slot_as_failed(guard: Guard) -> None:
 
 
 def test_killed_slot_of_another_process_is_taken_over(guard: Guard) -> None:
-    """Its process is gone: the lease is not renewed, and nothing but the record is left."""
+    """Its process is gone.  The lease is not renewed, and only the record is left."""
     offers = Offers(guard)
     made = offers.job.job  # type: ignore[attr-defined]
     operation = made.operation("ann", DAY)
@@ -365,7 +365,7 @@ def test_paused_job_is_not_run_by_any_schedule(guard: Guard) -> None:
 
 
 class SlowJob:
-    """A job that says when it has been entered, and leaves when it is told to."""
+    """A job that sets an event when it begins, and waits for another event before it returns."""
 
     def __init__(self, guard: Guard, name: str) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
@@ -697,7 +697,7 @@ def test_thousands_of_missed_slots_are_all_made_up_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("verdict", "expected"), [("settled", "conflict"), ("released", "completed")])
 def test_resolver_decides_about_a_killed_slot_also_late(guard: Guard, verdict: str, expected: str) -> None:
-    """Long after its last attempt: whether it took effect is still worth knowing."""
+    """The resolver is asked even long after the last attempt."""
     decision = Resolution.settled(["found"]) if verdict == "settled" else Resolution.released()
     offers = Offers(guard, resolver=lambda op: decision, attempts=1)
     operation = offers.job.operation("ann", DAY)  # type: ignore[attr-defined]
@@ -733,7 +733,7 @@ def test_job_is_found_by_its_name_without_the_module(guard: Guard) -> None:
 
 @pytest.fixture
 def slow_list(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store that takes long to list records, as Redis does if there are many."""
+    """A store that takes long to list records, like Redis with many records."""
     end, listed = threading.Event(), guard.store.list
 
     def slow(*args: Any, **settings: Any) -> Any:
@@ -766,7 +766,7 @@ def test_slot_that_failed_here_is_tried_again_without_a_scan(guard: Guard, monke
     offers.fails = 1
     schedule = offers.schedule(guard, each=["ann"])
     assert schedule.run_once(now=SIX).retrying == 1
-    monkeypatch.setattr(schedule, "_sweep", lambda entries, now: iter(()))
+    monkeypatch.setattr(schedule, "_find_unfinished", lambda entries, now: iter(()))
     assert schedule.run_once(now=SIX + timedelta(seconds=0.5)).completed == 0
     assert schedule.run_once(now=SIX + timedelta(seconds=1.5)).completed == 1
     assert len(offers.calls) == 2

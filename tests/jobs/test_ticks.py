@@ -1,4 +1,4 @@
-"""Ticks: which instants a cron expression means, above all when the clocks change."""
+"""Ticks: the instants of a cron expression, above all when the clocks change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ZONES = (NEW_YORK, BERLIN, CAIRO, LORD_HOWE, "UTC", "Asia/Kolkata", "America/St_
 
 
 def ticks_on(expression: str, zone: str, day: str, **settings: str) -> list[Tick]:
-    """The ticks whose wall time is on *day*."""
+    """Return the ticks with a wall time on *day*."""
     midnight = datetime.fromisoformat(day).replace(tzinfo=UTC)
     start, end = (midnight + timedelta(days=days) for days in (-2, 3))
     cron = Cron(expression, **settings)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_ticks_come_in_order_and_each_name_once(trigger: Trigger, zone: str, sta
 
 @given(CRONS, st.sampled_from(ZONES), st.sampled_from(CHANGES))
 def test_each_wall_time_runs_when_a_clock_shows_it(cron: Cron, zone: str, change: float) -> None:
-    """Compared with a clock on the wall that is read every minute."""
+    """The result is compared with a clock on the wall that is read every minute."""
     local, start = ZoneInfo(zone), int(change - 2 * 86400) // 60 * 60
     clock: dict[datetime, list[int]] = {}
     for at in range(start, start + 4 * 86400, 60):

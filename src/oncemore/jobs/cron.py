@@ -1,7 +1,7 @@
 """Cron expressions.  Needs `pip install 'oncemore[jobs]'`.
 
-cronsim reads the expression and finds the wall times.  What becomes of a wall time that a change of the clocks skips or
-repeats is decided here: cronsim itself runs `30 2` of a skipped hour at 03:00, and `*/15 2` not at all on that day.
+cronsim reads the expression and finds the wall times.  If a change of the clocks skips or repeats a wall time, this
+module decides when it runs: cronsim itself runs `30 2` of a skipped hour at 03:00, and `*/15 2` not at all on that day.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ EPOCH = datetime(1970, 1, 1)
 class Cron:
     """The times of a cron expression: five fields, or six with the seconds first.
 
-    If the hour is `*` or `*/n`, the job runs by real time: at each real hour, also if its name repeats.  Otherwise the
-    wall time counts.  *gap* says what to do with times that are skipped when the clocks go forward: one run at the end of
-    the gap for all of them, or none.  *on_repeat* says which one counts when the clocks go back.
+    If the hour is `*` or `*/n`, the job runs by real time: at each real hour, even if the clock shows it twice.
+    Otherwise the wall time counts.  *gap* decides about times that are skipped when the clocks go forward: one run at
+    the end of the gap for all of them, or none.  *on_repeat* decides about times that come twice when they go back.
     """
 
     def __init__(self, text: str, gap: Gap = "after", on_repeat: OnRepeat = "first") -> None:
@@ -44,7 +44,7 @@ class Cron:
         self.gap = gap
         self.on_repeat = on_repeat
         fields = NAMES.get(text.strip().lower(), text).split()
-        # With six fields cronsim leaves the changes of the clocks to us.
+        # With six fields, cronsim does not handle changes of the clocks, so this class can.
         self.expression = " ".join(["0", *fields] if len(fields) == 5 else fields)
         try:
             parsed = CronSim(self.expression, datetime(2026, 1, 1))
@@ -60,14 +60,14 @@ class Cron:
         """Yield the ticks later than *moment*, the earliest first."""
         last = ""
         for tick in self._real(moment, zone) if self.by_real_time else self._wall(moment, zone):
-            if tick.name != last:  # a time that was skipped may be due at the same instant as the next one
+            if tick.name != last:  # a skipped time may be due at the same instant as the next time
                 yield tick
             last = tick.name
 
     def _real(self, moment: float, zone: str) -> Iterator[Tick]:
-        """Ticks by real time: every instant at which a clock on the wall shows a time of the expression.
+        """Yield ticks by real time: every instant at which a clock on the wall shows a time of the expression.
 
-        Between two changes of the clocks, the times on the wall are those of the expression without any zone.
+        Between two changes of the clocks the offset is constant, so the expression is evaluated without a zone.
         """
         local, start = time_zone(zone), int(moment // 1)
         offset = offset_at(start, local)
@@ -83,7 +83,7 @@ class Cron:
             start, offset = end - 1, offset_at(end, local)
 
     def _wall(self, moment: float, zone: str) -> Iterator[Tick]:
-        """Ticks by wall time.  Those of a day on which the clocks change have to be sorted."""
+        """Yield ticks by wall time.  If the clocks change on a day, its ticks have to be sorted."""
         local = time_zone(zone)
         now = datetime.fromtimestamp(moment // 1, local).replace(tzinfo=None)
         calm = not any(self._changes(now.date() + timedelta(days=days), local) for days in (-2, -1, 0, 1))
@@ -100,26 +100,26 @@ class Cron:
         return (noon - DAY).utcoffset() != (noon + DAY).utcoffset()
 
     def _day(self, walls: Iterable[datetime], zone: str) -> Iterator[Tick]:
-        """The ticks of a day's wall times."""
+        """Yield the ticks of a day's wall times."""
         local = time_zone(zone)
         gaps: set[int] = set()
         for wall in walls:
             first, second = (int(wall.replace(tzinfo=local, fold=fold).timestamp()) for fold in (0, 1))
             if first == second:
                 yield self._tick(first, wall, zone)
-            elif first < second:  # the clocks go back, and show it twice
+            elif first < second:  # the clocks go back, and show the time twice
                 if self.on_repeat != "last":
                     yield self._tick(first, wall, zone)
                 if self.on_repeat != "first":
                     yield self._tick(second, wall, zone, repeated=self.on_repeat == "both")
-            elif self.gap == "after":  # the clocks go forward, and skip it
+            elif self.gap == "after":  # the clocks go forward, and skip the time
                 end = transition(second, first, local)
                 if end not in gaps:
                     gaps.add(end)
                     yield self._tick(end, wall, zone)
 
     def _tick(self, at: int, wall: datetime, zone: str, *, repeated: bool = False) -> Tick:
-        """Named by its wall time if it comes once a day at most, otherwise by its instant."""
+        """Return a tick.  It is named by its wall time if it comes at most once a day, otherwise by its instant."""
         return wall_tick(at, wall, zone, repeated=repeated) if self.daily else Tick(at, wall, zone, utc_text(at))
 
 
@@ -128,7 +128,7 @@ def offset_at(at: int, zone: ZoneInfo) -> timedelta:
 
 
 def next_change(at: int, offset: timedelta, zone: ZoneInfo) -> int:
-    """The next second after *at* with another offset than this one; if that is a month away, a second before it."""
+    """Return the first second after *at* with another offset than *offset*, or *at* + 30 days if there is none."""
     if offset_at(at + 1, zone) != offset:
         return at + 1
     for later in range(at + 86400, at + 31 * 86400, 86400):

@@ -1,4 +1,4 @@
-"""The decorator `job`: a function runs once per slot, however often it is called, and in however many processes."""
+"""The decorator `job`: a function runs once per slot, even if many processes call it many times."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 YEAR = 366 * 86400.0
-# After how long a failed slot is tried again, counted from the end of its last attempt.
+# The pause before a failed slot is tried again, counted from the end of its last attempt.
 BACKOFF = Backoff(base=1.0, factor=8.0, cap=600.0, jitter="none")
-FAILED = "failed"  # the note of a slot that is not tried again by itself begins with it
+FAILED = "failed"  # the note of a slot that is listed as failed begins with this
 
 SlotEnd = Literal["completed", "conflict", "retrying", "failed", "held"]
 
@@ -49,23 +49,23 @@ def job(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator: the function runs once per slot, and every further call gets the first one's result.
 
-    The slot is the operation's key, and the job's name its scope.  A call by hand tries once.  A slot that has failed, or
-    whose process was killed, is tried again by every running `Schedule` that has the job.
+    The slot is the operation's key, and the job's name is its scope.  A call by hand tries once.  If a slot has failed,
+    or its process was killed, every running `Schedule` that has the job tries it again.
 
     Args:
         guard: Where the slots are recorded.
         slot: A template over the function's parameters and the scheduled time, `"{date:America/New_York}:{user}"`, or a
-            function of the same arguments.  `{date}` and `{window:1h}` are those of the scheduled time, of a call by hand
-            those of now; a parameter `date` comes before both.  By default the schedule's name for the time, and all
+            function of the same arguments.  `{date}` and `{window:1h}` use the scheduled time; a call by hand uses the
+            current time.  A `date` argument overrides both.  The default is the schedule's name for the time, and all
             parameters.
-        name: Owns the slots; by default it is the function's own name.
-        ignore: Parameters that are neither compared nor kept, such as a session.
-        attempts: How often a slot is tried in all, before it is listed as failed.
-        within: For how long after its first attempt a slot is tried again.
+        name: The job's name, which is the scope of its slots.  The default is the function's name with its module.
+        ignore: Parameters that are neither compared nor stored, such as a session.
+        attempts: How many times a slot is tried before it is listed as failed.
+        within: How long after its first attempt a slot may be tried again.
         backoff: How long to wait between two attempts.
-        settings: Those of `Policy`, as for `once`.  A result is kept for a year unless `ttl` says otherwise.  A killed
-            slot runs again (`on_unknown="retry"`, unless there is a `resolver` or `doubt`): if the killed attempt may have
-            taken effect, use `effect="transaction"`, `effect="steps"` or a resolver.
+        settings: The settings of `Policy`, as for `once`.  A result is kept for a year unless `ttl` says otherwise.  A
+            killed slot runs again (`on_unknown="retry"`, unless there is a `resolver` or `doubt`).  If the attempt
+            may have taken effect, use `effect="transaction"`, `effect="steps"` or a resolver.
     """
     policy = job_policy(check_guard(guard).policy, settings)
     if type(attempts) is not int or attempts < 1:
@@ -94,7 +94,7 @@ def default_slot(function: Callable[..., Any]) -> str:
 
 
 class Job(Once[P, T]):
-    """A guarded function with slots."""
+    """A guarded function that runs once per slot."""
 
     decorator = "job"
     prefix = ""
@@ -112,11 +112,11 @@ class Job(Once[P, T]):
         policy: Policy,
     ) -> None:
         super().__init__(guard, function, slot, name, ignore, policy)
-        self.keeps_request = True  # a schedule tries a slot again from it
+        self.keeps_request = True  # a schedule needs the stored request to try a slot again
         self.day = self._day_field()
 
     def _day_field(self) -> str | None:
-        """The zone of the template's date if the function has a parameter `date`; None if there is no such pair."""
+        """Return the zone of the template's `{date}` if the function has a parameter `date`; otherwise None."""
         if not isinstance(self.key, Template) or "date" not in self.signature.parameters:
             return None
         fields = [part.text for part in self.key.parts if isinstance(part, Field)]
@@ -131,7 +131,7 @@ class Job(Once[P, T]):
         return bool(heads & {"date", "window", "tick"})
 
     def now(self) -> float:
-        """The time by which jobs judge; a test's clock moves it together with the store's."""
+        """Return the time that decides when jobs are due.  A test's clock moves it together with the store's."""
         return self.guard.clock.time() + self.guard.store.shift
 
     # From a call to a slot
@@ -141,7 +141,7 @@ class Job(Once[P, T]):
         return self.slot_of(self.bind(args, kwargs, self.now()), self.now())
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any], moment: float) -> inspect.BoundArguments:
-        """Return the arguments of a call.  A `date` of None becomes the slot's: a retry on the next day must have the same."""
+        """Return the arguments of a call.  A `date` of None becomes the slot's, also for a retry on the next day."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if self.day is not None and bound.arguments["date"] is None:
@@ -171,19 +171,19 @@ class Job(Once[P, T]):
 
         @functools.wraps(self.function)
         async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
-            operation, perform = self._called(args, kwargs)
+            operation, perform = self._bind_call(args, kwargs)
             return self.result(operation, await arun(self.guarded(operation, perform)))
 
         @functools.wraps(self.function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            operation, perform = self._called(args, kwargs)
+            operation, perform = self._bind_call(args, kwargs)
             return self.result(operation, run(self.guarded(operation, perform)))
 
         guarded: Any = acall if self.awaited else call
         guarded.operation, guarded.drive, guarded.types, guarded.job = self.operation, self.drive, self.types, self
         return cast("Callable[P, T]", guarded)
 
-    def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Operation, Performer]:
+    def _bind_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Operation, Performer]:
         moment = self.now()
         bound = self.bind(args, kwargs, moment)
         return self.slot_of(bound, moment), self.performer(*bound.args, **bound.kwargs)
@@ -191,12 +191,12 @@ class Job(Once[P, T]):
     # Attempts
 
     def guarded(self, operation: Operation, perform: Performer) -> Plan[Answer]:
-        """Return the plan of a call by hand.  It tries once, and also tries a slot again that is listed as failed."""
+        """Return the plan of a call by hand.  It tries the slot once, even if it is listed as failed."""
         begun: list[Op] = []
         try:
             return (yield from self.attempt(operation, perform, begun=begun))
         except UnknownOutcome:
-            if begun or not (yield from self.free(operation)):
+            if begun or not (yield from self.allow_retry(operation)):
                 raise
         return (yield from self.attempt(operation, perform))
 
@@ -224,46 +224,46 @@ class Job(Once[P, T]):
             return perform(op)
 
         attempt = self.guard.new_attempt(operation, self.policy)
-        if self.policy.effect != "steps" and operation.request is not None:  # steps keep it by themselves
+        if self.policy.effect != "steps" and operation.request is not None:  # steps store the request themselves
             attempt.request = pack_request(operation, None, self.policy.types)
         try:
             answer = yield from attempt.perform(performing, wait)
         except InProgress:
             if not started:
-                self.ended(operation, "conflict")
+                self.report_end(operation, "conflict")
             raise
         except UnknownOutcome:
             if not started:
-                self.ended(operation, "held")
+                self.report_end(operation, "held")
             raise
         except Exception as error:
-            if started:  # else nothing was tried: the store is down, or the arguments are not those of the slot
-                yield from self._failed(operation, error, started[-1].attempt)
+            if started:  # otherwise nothing was tried: the store is down, or the slot has other arguments
+                yield from self._count_failure(operation, error, started[-1].attempt)
             raise
-        self.ended(operation, slot_end(answer), answer.attempt, delay)
+        self.report_end(operation, slot_end(answer), answer.attempt, delay)
         return answer
 
-    def ended(self, operation: Operation, how: SlotEnd, attempt: int = 0, delay: float = 0.0) -> None:
-        """Show the observers how an attempt has ended."""
+    def report_end(self, operation: Operation, how: SlotEnd, attempt: int = 0, delay: float = 0.0) -> None:
+        """Tell the observers how an attempt has ended."""
         self.guard.emit("slot", operation, detail=how, attempt=attempt, duration=delay)
 
-    def _failed(self, operation: Operation, error: Exception, attempt: int) -> Plan[None]:
+    def _count_failure(self, operation: Operation, error: Exception, attempt: int) -> Plan[None]:
         """Count the failure of an attempt; the caller raises *error*."""
         how: SlotEnd = "retrying"
         try:
             record = yield from self.guard.store.find(*operation.id)
             if record is not None and self.is_used_up(record) and (yield from self.give_up(operation, repr(error))):
                 how = "failed"
-        except OncemoreError:  # then a schedule finds it
+        except OncemoreError:  # a schedule finds the slot later
             log.warning("The failure of %s %r could not be counted", *operation.id, exc_info=True)
-        self.ended(operation, how, attempt)
+        self.report_end(operation, how, attempt)
 
     # Failed slots: held records with a note
 
     def is_used_up(self, record: Record) -> bool:
         """Whether the slot has had all its attempts, or all its time.
 
-        Never if a killed attempt may have taken effect: then the next one asks the resolver, or has a person decide.
+        Always false if a killed attempt may have taken effect: the next attempt asks the resolver, or holds the slot.
         """
         killed = record.state == "running" and record.lease_until <= record.now
         if killed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
@@ -272,9 +272,10 @@ class Job(Once[P, T]):
         return used_up and (killed or record.state == "released")
 
     def retry_at(self, record: Record) -> float:
-        """When an unfinished slot is due again, by the store's clock.
+        """Return the time at which an unfinished slot is due again, by the store's clock.
 
-        A killed one is due as soon as its lease has ended.  Among steps, a failure ends the lease, too, and is waited for.
+        A killed slot is due when its lease has ended.  With effect="steps", a failure ends the lease, too, so the
+        pause of the backoff is added.
         """
         pause = self.backoff.step(record.attempts)
         if record.state == "running":
@@ -286,7 +287,10 @@ class Job(Once[P, T]):
         return self.is_used_up(record) or record.now >= self.retry_at(record)
 
     def give_up(self, operation: Operation, why: str) -> Plan[bool]:
-        """List the slot as failed: nothing tries it again but a call by hand.  False if it is another's by now."""
+        """List the slot as failed, so that only a call by hand tries it again.  Return whether it was listed.
+
+        It is not if another caller has it by now, or if its last attempt may have taken effect: then it is held.
+        """
         guard = self.guard
         lease = yield from guard.store.claim(operation, lease=self.policy.lease)
         if not isinstance(lease, Lease):
@@ -294,12 +298,12 @@ class Job(Once[P, T]):
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
             yield from guard.hold(lease, "its holder vanished")  # nobody knows whether it took effect
             return False
-        # The claim is no attempt: it only makes sure that nobody else has one.
+        # The claim is not an attempt.  It only makes sure that no other caller has the slot.
         yield from guard.hold(lease, f"{FAILED} after {lease.attempt - 1} attempts: {why}")
         return True
 
-    def free(self, operation: Operation) -> Plan[bool]:
-        """Let a failed slot be tried again; False if it is not listed as failed."""
+    def allow_retry(self, operation: Operation) -> Plan[bool]:
+        """Let a failed slot be tried again.  Return False if it is not listed as failed."""
         record = yield from self.guard.store.find(*operation.id)
         if record is None or not is_failed(record):
             return False
@@ -309,18 +313,18 @@ class Job(Once[P, T]):
 
 
 def slot_end(answer: Answer) -> SlotEnd:
-    """How an attempt that has an answer has ended."""
+    """Return how an attempt has ended, by its answer."""
     ends: dict[str, SlotEnd] = {"replayed": "conflict", "released": "retrying", "unknown": "held"}
     return ends.get(answer.how, "completed")
 
 
 def is_failed(record: Record) -> bool:
-    """Whether the slot has failed too often, rather than that nobody knows whether it took effect."""
+    """Whether a held record is listed as failed.  All other held records have an unknown outcome."""
     return record.state == "held" and record.note.startswith(FAILED)
 
 
 def job_of(function: object) -> Job[Any, Any]:
-    """Return the job behind a decorated function; a ConfigurationError for any other."""
+    """Return the job of a decorated function.  Raises ConfigurationError for any other object."""
     found = getattr(function, "job", None)
     if not isinstance(found, Job):
         raise ConfigurationError(f"{function!r} is no job: decorate the function with @job(guard, slot=...)")

@@ -1,4 +1,4 @@
-"""Marks: how far a schedule has come, its pauses and its misses, in small records of the same ledger."""
+"""Marks: small records of the same ledger with the progress of a schedule, its pauses and its misses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PAGE = 500
 class Missed(msgspec.Struct, frozen=True):
     """A scheduled time that passed without its slot.
 
-    *slot* is the slot's key, or the name of the time if the schedule has many items.  *why* is "downtime" (no schedule
-    ran, or it was paused, and `catch_up` does not make up for it) or "overlap" (the slot before was still running).
+    *slot* is the slot's key, or the name of the time if the job has items and no schedule ran.  *why* is "downtime" (no
+    schedule ran, or it was paused, and `catch_up` did not apply) or "overlap" (the previous slot was still running).
     """
 
     job: str
@@ -35,23 +35,23 @@ class Missed(msgspec.Struct, frozen=True):
 
 
 class Marks:
-    """The records of one schedule.  Losing an update is harmless: a slot that is looked at twice still runs once."""
+    """Reads and writes the marks of one schedule.  A lost update is harmless: slots checked twice run once."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
 
     def reached(self, name: str) -> Plan[float | None]:
-        """Until when the ticks of the entry *name* are done; None if it has never run."""
+        """Return the time until which the ticks of the entry *name* are done, or None if it has never run."""
         record = yield from self.guard.store.find(SCHEDULE, key("reached", name))
         if record is None or not record.request:
             return None
         return float(msgspec.msgpack.decode(record.request))
 
     def reach(self, name: str, moment: float) -> Plan[None]:
-        """Remember that the ticks until *moment* are done."""
+        """Record that the ticks until *moment* are done."""
         mark = Operation(SCHEDULE, key("reached", name), name=SCHEDULE)
         found = yield from self.guard.store.claim(mark, lease=LEASE, request=msgspec.msgpack.encode(float(moment)))
-        if isinstance(found, Lease):  # else another process writes at this moment
+        if isinstance(found, Lease):  # otherwise another process writes the mark at this moment
             yield from self.guard.store.release(found, retention=FOR_EVER)
 
     def pause(self, job: str) -> Plan[None]:
@@ -66,7 +66,7 @@ class Marks:
         return (yield from self.guard.store.find(SCHEDULE, key("paused", job))) is not None
 
     def miss(self, missed: Missed) -> Plan[None]:
-        """Remember a miss for as long as the slot would have been."""
+        """Record a missed slot, and tell the observers.  Both are done only once, in one of the processes."""
         mark = Operation(join(MISSED, missed.job), bounded(missed.slot), name=MISSED)
         found = yield from self.guard.store.claim(mark, lease=LEASE)
         if isinstance(found, Lease):
@@ -78,7 +78,7 @@ class Marks:
         yield from self.guard.store.delete(join(MISSED, job), bounded(slot))
 
     def misses(self, job: str) -> Plan[list[Missed]]:
-        """The misses of a job, the earliest first.  Slots that were run since are left out."""
+        """Return the misses of a job, the earliest first.  Slots that were run since then are left out."""
         found: list[Missed] = []
         cursor: str | None = None
         while True:

@@ -16,14 +16,14 @@ from .._runtime.plan import Call, Effect, Plan, arun, run
 
 
 class Runner(Protocol):
-    """Starts plans, so many of each group at a time.  A plan must not raise."""
+    """Starts plans.  At most *most* plans of a group run at the same time.  A plan must not raise."""
 
     def start(self, group: Hashable, most: int, plan: Plan[None]) -> None: ...
-    def drain(self) -> Effect[None]: ...  # waits until all have ended
+    def drain(self) -> Effect[None]: ...  # waits until all plans have ended
 
 
 class ThreadRunner:
-    """Runs plans in threads.  At its end, plans that have not begun are dropped, and the others are waited for."""
+    """Runs plans in threads.  `close` drops plans that have not begun, and waits for the others."""
 
     def __init__(self) -> None:
         self._pools: dict[Hashable, ThreadPoolExecutor] = {}
@@ -48,7 +48,7 @@ class ThreadRunner:
 
 
 class TaskRunner:
-    """Runs plans in tasks.  `stop` drops plans that have not begun, waits for the others, and cancels what takes too long."""
+    """Runs plans in tasks.  `stop` drops plans that have not begun, waits for the others, and then cancels them."""
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, asyncio.Semaphore] = {}
@@ -88,11 +88,11 @@ class TaskRunner:
 
 @contextmanager
 def stopped_by_signal(stop: threading.Event) -> Iterator[None]:
-    """While this lasts, SIGTERM sets *stop*, if this is the main thread."""
+    """Have SIGTERM set *stop* inside the block.  Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # On a thread, because this one may just hold the lock of *stop*.
+    # On another thread, because this one may hold the lock of *stop* when the signal comes.
     former = signal.signal(signal.SIGTERM, lambda *_: _thread.start_new_thread(stop.set, ()))
     try:
         yield

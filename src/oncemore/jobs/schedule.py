@@ -1,4 +1,4 @@
-"""The schedule: when each job runs, and the verbs that run and operate it.  `scheduler.py` finds the slots that are due."""
+"""The schedule: adds jobs with their times, runs them, and serves operators.  `scheduler.py` finds the due slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..errors import ConfigurationError, NotResolvable
 from .job import Job, is_failed, job_of
 from .marks import Missed
 from .runner import Runner, TaskRunner, ThreadRunner, stopped_by_signal
-from .scheduler import ON_TIME, PAGE, CatchUp, End, Overlap, Owed, ScheduledJob, Scheduler, SlotCounts
+from .scheduler import ON_TIME, PAGE, CatchUp, End, Overlap, PendingSlot, ScheduledJob, Scheduler, SlotCounts
 from .ticks import Every, Gap, OnRepeat, Tick, Trigger, instant_tick
 
 SlotState = Literal["waiting", "running", "completed", "retrying", "failed", "held", "missed"]
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], object]
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as an operator sees it.  *at* is its scheduled time, *attempts* how often it was tried."""
+    """A slot for operators.  *at* is its scheduled time, and *attempts* the number of its attempts."""
 
     job: str
     slot: str
@@ -45,8 +45,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 class Schedule(Scheduler):
     """Runs jobs at their times: each slot once, in any number of processes and without a leader.
 
-    *grace* is for how long `arun` lets running slots end when it is cancelled; what takes longer is cancelled, and its
-    slot released.
+    If `arun` is cancelled, running slots have *grace* seconds to end.  After that, they are cancelled and released.
     """
 
     def __init__(self, guard: Guard, *, grace: float | str = 30.0) -> None:
@@ -72,16 +71,16 @@ class Schedule(Scheduler):
         """Run *job* at the times of a cron expression.
 
         Args:
-            expression: Minute, hour, day, month, weekday; seconds before them if there are six fields; `@daily` and kin.
+            expression: Minute, hour, day, month, weekday; or seconds and these five; or a name such as `@daily`.
             job: A function under `@job`.
-            tz: The time zone of the expression, or a function from an item to its own.
-            each: The items, or a function that returns them: the job runs once for each, which is its first argument.
-            concurrency: How many slots run side by side in one process.
-            catch_up: What to do with times that passed while no schedule ran: nothing, run the last one, or run all.
-            overlap: If the item's slot before is still running: skip this one, or run it afterwards.
-            gap: Times that are skipped when the clocks go forward: one run after the gap, or none.
-            on_repeat: Times that come twice when the clocks go back: the first, the last, or both.
-            jitter: Slots begin up to so much later, each always by the same amount.
+            tz: The time zone of the expression, or a function that returns the time zone of an item.
+            each: The items, or a function that returns them.  The job runs once for each item, its first argument.
+            concurrency: The most slots that run at the same time in one process.
+            catch_up: For times that passed while no schedule ran: run none, the last one, or all of them.
+            overlap: If the item's previous slot is still running: skip this slot, or run it afterwards.
+            gap: For times that are skipped when the clocks go forward: run once after the gap, or not at all.
+            on_repeat: For times that come twice when the clocks go back: run at the first, the last, or both.
+            jitter: Delays each slot by a fixed amount up to this.
         """
         check_choice("gap", gap, Gap)
         check_choice("on_repeat", on_repeat, OnRepeat)
@@ -101,17 +100,17 @@ class Schedule(Scheduler):
         overlap: Overlap = "skip",
         jitter: float | str = 0.0,
     ) -> None:
-        """Run *job* at each multiple of an interval such as `"15m"` since 1970, in UTC.  *tz* gives the job its date."""
+        """Run *job* at each multiple of an interval such as `"15m"` since 1970, in UTC.  *tz* only decides the date."""
         trigger = Every(interval)
         self._add(ScheduledJob(job_of(job), trigger, tz, each, concurrency, catch_up, overlap, duration(jitter)))
 
     def _add(self, entry: ScheduledJob) -> None:
-        """Check the settings of a line, and add it."""
+        """Check the settings of an entry, and add it."""
         job, tz, each = entry.job, entry.tz, entry.each
         check_choice("catch_up", entry.catch_up, CatchUp)
         check_choice("overlap", entry.overlap, Overlap)
         if type(entry.concurrency) is not int or entry.concurrency < 1:
-            raise ConfigurationError(f"concurrency = {entry.concurrency!r}: one slot at a time at least")
+            raise ConfigurationError(f"concurrency = {entry.concurrency!r}: write a whole number, at least 1")
         if job.guard is not self.guard:
             raise ConfigurationError(f"{job.name} has another guard than the schedule: give both the same")
         if not job.is_timed:
@@ -126,7 +125,7 @@ class Schedule(Scheduler):
         if isinstance(each, str):
             raise ConfigurationError(f"each = {each!r} is one text: write a list of items, as in [{each!r}]")
         if each is not None and not callable(each) and not isinstance(each, list):  # a list may grow
-            entry.each = list(each)  # an iterator can be read once only
+            entry.each = list(each)  # an iterator can be read only once
         if entry.name in {other.name for other in self.entries}:
             raise ConfigurationError(f"{job.name} has {entry.trigger.text!r} twice in the schedule: add it once")
         self.entries.append(entry)
@@ -135,36 +134,36 @@ class Schedule(Scheduler):
 
     def run_once(self, now: datetime.datetime | None = None) -> SlotCounts:
         """Run every slot that is due at *now*, and return when they have ended."""
-        return self._in_threads(lambda runner: self._once(self._moment(now), runner))
+        return self._run_in_threads(lambda runner: self._run_due(self._moment(now), runner))
 
     async def arun_once(self, now: datetime.datetime | None = None) -> SlotCounts:
-        """As `run_once`, for sync and async jobs; sync ones run in threads."""
-        return await self._in_tasks(lambda runner: self._once(self._moment(now), runner))
+        """The awaited form of `run_once`, for sync and async jobs.  Sync jobs run in threads."""
+        return await self._run_in_tasks(lambda runner: self._run_due(self._moment(now), runner))
 
     def run(self, stop: threading.Event | None = None) -> None:
-        """Run slots when they are due, until *stop* is set or SIGTERM comes; running slots are finished first."""
+        """Run slots when they are due, until *stop* is set or SIGTERM comes.  Running slots are finished first."""
         self._check_sync()
         stop = stop or threading.Event()
         runner = ThreadRunner()
         with stopped_by_signal(stop):
             try:
                 while not stop.is_set():
-                    stop.wait(run(self._survived(runner)))
+                    stop.wait(run(self._try_round(runner)))
             finally:
                 runner.close()
-                run(self._finished())
+                run(self._save_at_end())
 
     async def arun(self) -> None:
-        """Run sync and async jobs when they are due, until cancelled; running slots are finished first, or released."""
+        """Run sync and async jobs when they are due, until cancelled.  Running slots are then finished or released."""
         runner = TaskRunner()
         try:
             while True:
-                await asyncio.sleep(await arun(self._survived(runner)))
+                await asyncio.sleep(await arun(self._try_round(runner)))
         finally:
             await runner.stop(self.grace)
-            await arun(self._finished())
+            await arun(self._save_at_end())
 
-    def _in_threads(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
+    def _run_in_threads(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
         self._check_sync()
         runner = ThreadRunner()
         try:
@@ -172,7 +171,7 @@ class Schedule(Scheduler):
         finally:
             runner.close()
 
-    async def _in_tasks(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
+    async def _run_in_tasks(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
         runner = TaskRunner()
         try:
             return await arun(work(runner))
@@ -189,11 +188,11 @@ class Schedule(Scheduler):
     # For operators
 
     def jobs(self) -> dict[str, Job[Any, Any]]:
-        """The jobs by their names."""
+        """Return the jobs by their names."""
         return {entry.job.name: entry.job for entry in self.entries}
 
     def _entries_of(self, job: Callable[..., Any] | str | None) -> list[ScheduledJob]:
-        """The entries of a job, which is named in full or, if no other has that name, without its module."""
+        """Return the entries of *job*, or all entries.  A name may leave out the module if it is still unique."""
         if job is None:
             return self.entries
         name = job if isinstance(job, str) else job_of(job).name
@@ -206,11 +205,11 @@ class Schedule(Scheduler):
         return found
 
     def pause(self, job: Callable[..., Any] | str | None = None) -> None:
-        """Start no slots of *job*, or of any, in all processes, until `resume`.  Calls by hand still run."""
+        """Start no slots of *job*, or of any job, in all processes, until `resume`.  Calls by hand still run."""
         run(self._for_each(job, self._marks.pause))
 
     def resume(self, job: Callable[..., Any] | str | None = None) -> None:
-        """Start slots again; what to do with times that have passed meanwhile is up to `catch_up`."""
+        """Start slots again.  `catch_up` decides about times that have passed meanwhile."""
         run(self._for_each(job, self._marks.resume))
 
     async def apause(self, job: Callable[..., Any] | str | None = None) -> None:
@@ -226,7 +225,7 @@ class Schedule(Scheduler):
             yield from verb(name)
 
     def missed(self, job: Callable[..., Any] | str | None = None) -> list[Missed]:
-        """The scheduled times that passed without their slots, the earliest first."""
+        """Return the scheduled times that passed without their slots, the earliest first."""
         return run(self._missed(job))
 
     async def amissed(self, job: Callable[..., Any] | str | None = None) -> list[Missed]:
@@ -240,7 +239,7 @@ class Schedule(Scheduler):
         return sorted(found, key=lambda missed: missed.at)
 
     def failed(self, job: Callable[..., Any] | str | None = None) -> list[Slot]:
-        """The slots that have used up their attempts or their time, also those of calls by hand."""
+        """Return the slots that have used up their attempts or their time, including slots of calls by hand."""
         return run(self._failed(job))
 
     async def afailed(self, job: Callable[..., Any] | str | None = None) -> list[Slot]:
@@ -253,30 +252,30 @@ class Schedule(Scheduler):
             cursor: str | None = None
             while True:
                 page = yield from self.guard.store.list(Filter(scope=name, state="held"), limit=PAGE, cursor=cursor)
-                found += [slot_from(record) for record in page.records if is_failed(record)]
+                found += [failed_slot(record) for record in page.records if is_failed(record)]
                 cursor = page.cursor
                 if cursor is None:
                     break
         return sorted(found, key=lambda slot: slot.at)
 
     def retry(self, job: Callable[..., Any] | str, slot: str) -> SlotCounts:
-        """Try a failed slot again, with the arguments that it was first tried with."""
-        return self._run_batch(self._again(job, slot), None)
+        """Try a failed slot again, with the arguments of its first attempt."""
+        return self._run_batch(self._slots_to_retry(job, slot), None)
 
     async def aretry(self, job: Callable[..., Any] | str, slot: str) -> SlotCounts:
         """The awaited form of `retry`."""
-        return await self._arun_batch(self._again(job, slot), None)
+        return await self._arun_batch(self._slots_to_retry(job, slot), None)
 
-    def _again(self, job: Callable[..., Any] | str, slot: str) -> Plan[list[Owed]]:
+    def _slots_to_retry(self, job: Callable[..., Any] | str, slot: str) -> Plan[list[PendingSlot]]:
         entry = self._entries_of(job)[0]
         record = yield from self.guard.store.find(entry.job.name, slot)
         if record is None or not is_failed(record):
-            state = "not there" if record is None else record.state
-            raise NotResolvable(f"The slot {slot!r} of {entry.job.name} is {state}; only a failed one is tried again")
+            state = "absent" if record is None else record.state
+            raise NotResolvable(f"The slot {slot!r} of {entry.job.name} is {state}; only a failed slot can be retried")
         return [self._kept_slot(entry, record)]
 
     def slots(self, job: Callable[..., Any] | str, day: datetime.date) -> list[Slot]:
-        """The slots of *job* on a local *day*, with their states."""
+        """Return the slots of *job* on a local *day*, with their states."""
         return run(self._slots(job, day))
 
     async def aslots(self, job: Callable[..., Any] | str, day: datetime.date) -> list[Slot]:
@@ -285,35 +284,37 @@ class Schedule(Scheduler):
 
     def _slots(self, job: Callable[..., Any] | str, day: datetime.date) -> Plan[list[Slot]]:
         found: list[Slot] = []
-        for owed in (yield from self._planned(self._entries_of(job), day, day)):
-            record = yield from self.guard.store.find(*owed.operation.id)
-            found.append(slot_of(owed, record, self._moment(None)))
+        for pending in (yield from self._slots_between(self._entries_of(job), day, day)):
+            record = yield from self.guard.store.find(*pending.operation.id)
+            found.append(planned_slot(pending, record, self._moment(None)))
         return found
 
-    def _planned(self, entries: Iterable[ScheduledJob], start: datetime.date, end: datetime.date) -> Plan[list[Owed]]:
-        """The slots of the local days from *start* to *end*, in the order of their times."""
-        found: list[Owed] = []
+    def _slots_between(
+        self, entries: Iterable[ScheduledJob], start: datetime.date, end: datetime.date
+    ) -> Plan[list[PendingSlot]]:
+        """Return the slots of the local days from *start* to *end*, in the order of their times."""
+        found: list[PendingSlot] = []
         for entry in entries:
             for zone, items in (yield from self._by_zone(entry)).items():
                 ticks = ticks_of_days(entry.trigger, start, end, zone)
-                found += [owed for tick in ticks for owed in self._slots_at(entry, tick, items)]
-        return sorted(found, key=lambda owed: owed.tick.at if owed.tick is not None else 0)
+                found += [pending for tick in ticks for pending in self._slots_at(entry, tick, items)]
+        return sorted(found, key=lambda pending: pending.tick.at if pending.tick is not None else 0)
 
     def trigger(self, job: Callable[..., Any] | str, now: datetime.datetime | None = None) -> SlotCounts:
-        """Run *job* now, for all its items.  A slot that is completed stays as it is; a failed one is tried again."""
-        return self._run_batch(self._triggered(job, self._moment(now)), None)
+        """Run *job* now, for all its items.  A completed slot stays as it is, and a failed slot is tried again."""
+        return self._run_batch(self._slots_to_trigger(job, self._moment(now)), None)
 
     async def atrigger(self, job: Callable[..., Any] | str, now: datetime.datetime | None = None) -> SlotCounts:
         """The awaited form of `trigger`."""
-        return await self._arun_batch(self._triggered(job, self._moment(now)), None)
+        return await self._arun_batch(self._slots_to_trigger(job, self._moment(now)), None)
 
-    def _triggered(self, job: Callable[..., Any] | str, now: float) -> Plan[list[Owed]]:
-        owed: dict[tuple[str, str], Owed] = {}
+    def _slots_to_trigger(self, job: Callable[..., Any] | str, now: float) -> Plan[list[PendingSlot]]:
+        pending: dict[tuple[str, str], PendingSlot] = {}
         for entry in self._entries_of(job):
             for zone, items in (yield from self._by_zone(entry)).items():
                 for slot in self._slots_at(entry, instant_tick(int(now), time_zone(zone)), items):
-                    owed.setdefault(slot.operation.id, slot)
-        return list(owed.values())
+                    pending.setdefault(slot.operation.id, slot)
+        return list(pending.values())
 
     def backfill(
         self,
@@ -325,10 +326,10 @@ class Schedule(Scheduler):
     ) -> SlotCounts:
         """Run the slots of the local days from *start* to *end*, both included, that are not completed.
 
-        It can be interrupted and called again: completed slots stay as they are, failed ones are tried again.  Slots of
-        the future are left alone.  *progress* is called with the number of slots that are done, and of all.
+        It can be interrupted and called again: completed slots stay as they are, and failed slots are tried again.
+        Future slots are not run.  *progress* is called with the number of slots that are done, and the number of all.
         """
-        return self._run_batch(self._past(start, end, job), progress)
+        return self._run_batch(self._slots_to_backfill(start, end, job), progress)
 
     async def abackfill(
         self,
@@ -338,35 +339,37 @@ class Schedule(Scheduler):
         *,
         progress: Progress | None = None,
     ) -> SlotCounts:
-        """As `backfill`, for sync and async jobs."""
-        return await self._arun_batch(self._past(start, end, job), progress)
+        """The awaited form of `backfill`, for sync and async jobs."""
+        return await self._arun_batch(self._slots_to_backfill(start, end, job), progress)
 
-    def _past(self, start: datetime.date, end: datetime.date, job: Callable[..., Any] | str | None) -> Plan[list[Owed]]:
+    def _slots_to_backfill(
+        self, start: datetime.date, end: datetime.date, job: Callable[..., Any] | str | None
+    ) -> Plan[list[PendingSlot]]:
         if end < start:
             raise ConfigurationError(f"backfill from {start} to {end}: the last day is before the first")
         now = self._moment(None)
-        planned = yield from self._planned(self._entries_of(job), start, end)
-        return [owed for owed in planned if owed.tick is not None and owed.tick.at <= now]
+        planned = yield from self._slots_between(self._entries_of(job), start, end)
+        return [pending for pending in planned if pending.tick is not None and pending.tick.at <= now]
 
-    def _run_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
-        return self._in_threads(lambda runner: self._batch(planned, runner, progress))
+    def _run_batch(self, planned: Plan[list[PendingSlot]], progress: Progress | None) -> SlotCounts:
+        return self._run_in_threads(lambda runner: self._batch(planned, runner, progress))
 
-    async def _arun_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
-        return await self._in_tasks(lambda runner: self._batch(planned, runner, progress))
+    async def _arun_batch(self, planned: Plan[list[PendingSlot]], progress: Progress | None) -> SlotCounts:
+        return await self._run_in_tasks(lambda runner: self._batch(planned, runner, progress))
 
-    def _batch(self, planned: Plan[list[Owed]], runner: Runner, progress: Progress | None) -> Plan[SlotCounts]:
-        """Try each slot once, a few at a time, so that an interruption ends it soon."""
+    def _batch(self, planned: Plan[list[PendingSlot]], runner: Runner, progress: Progress | None) -> Plan[SlotCounts]:
+        """Try each slot once, a few at a time, so that an interruption takes effect soon."""
         slots = yield from planned
         now, begun = self._moment(None), 0
-        counts, done = SlotCounts(), deque[tuple[Owed, End]]()  # its own: the schedule may run meanwhile
+        counts, done = SlotCounts(), deque[tuple[PendingSlot, End]]()  # not the schedule's, which may run meanwhile
         if progress is not None:
             progress(0, len(slots))
         while begun < len(slots):
             entry = slots[begun].entry
             some = slots[begun : begun + 4 * entry.concurrency]
-            for owed in some:
-                owed.by_hand = True
-                runner.start(entry, entry.concurrency, self._tried(owed, now, done))
+            for pending in some:
+                pending.by_hand = True
+                runner.start(entry, entry.concurrency, self._try_slot(pending, now, done))
             yield runner.drain()
             begun += len(some)
             if progress is not None:
@@ -376,12 +379,12 @@ class Schedule(Scheduler):
         yield from self._clear_misses(done)
         return counts
 
-    def _clear_misses(self, done: Iterable[tuple[Owed, End]]) -> Plan[None]:
-        """Forget the misses of a tick if all its slots are completed now."""
+    def _clear_misses(self, done: Iterable[tuple[PendingSlot, End]]) -> Plan[None]:
+        """Forget that a tick was missed if all its slots are completed now."""
         complete: dict[tuple[str, str], bool] = {}
-        for owed, end in done:
-            if owed.tick is not None and owed.entry.each is not None:
-                mark = (owed.job.name, owed.tick.name)
+        for pending, end in done:
+            if pending.tick is not None and pending.entry.each is not None:
+                mark = (pending.job.name, pending.tick.name)
                 complete[mark] = complete.get(mark, True) and end in ("completed", "conflict")
         for (job, name), whole in complete.items():
             if whole:
@@ -389,35 +392,35 @@ class Schedule(Scheduler):
 
 
 def ticks_of_days(trigger: Trigger, start: datetime.date, end: datetime.date, zone: str) -> Iterator[Tick]:
-    """The ticks with a wall time on the days from *start* to *end*."""
+    """Yield the ticks with a wall time on the days from *start* to *end*."""
     midnight = datetime.datetime.combine(start, datetime.time(), datetime.UTC).timestamp()
-    for tick in trigger.after(midnight - 2 * 86400, zone):  # no zone is further from UTC than that
+    for tick in trigger.after(midnight - 2 * 86400, zone):  # every zone is less than two days from UTC
         if tick.date > end:
             return
         if tick.date >= start:
             yield tick
 
 
-def slot_of(owed: Owed, record: Record | None, now: float) -> Slot:
-    """The slot as an operator sees it."""
-    assert owed.tick is not None
+def planned_slot(pending: PendingSlot, record: Record | None, now: float) -> Slot:
+    """Return a planned slot for operators, with the state in its record."""
+    assert pending.tick is not None
     states: dict[str, SlotState] = {
         "settled": "completed",
         "released": "retrying",
         "running": "running",
         "held": "held",
     }
-    late = now - owed.tick.at > ON_TIME + owed.entry.jitter
+    late = now - pending.tick.at > ON_TIME + pending.entry.jitter
     state: SlotState = ("missed" if late else "waiting") if record is None else states[record.state]
     attempts, note = (0, "") if record is None else (record.attempts, record.note)
     if record is not None and is_failed(record):
         state, attempts = "failed", attempts - 1  # the last claim only listed it as failed
-    at = datetime.datetime.fromtimestamp(owed.tick.at, time_zone(owed.tick.zone))
-    return Slot(job=owed.job.name, slot=owed.operation.key, at=at, state=state, attempts=attempts, note=note)
+    at = datetime.datetime.fromtimestamp(pending.tick.at, time_zone(pending.tick.zone))
+    return Slot(job=pending.job.name, slot=pending.operation.key, at=at, state=state, attempts=attempts, note=note)
 
 
-def slot_from(record: Record) -> Slot:
-    """A failed slot, from its record alone: *at* is when it was first tried."""
+def failed_slot(record: Record) -> Slot:
+    """Return a failed slot from its record alone.  Its *at* is the time of its first attempt."""
     at = datetime.datetime.fromtimestamp(record.created_at, datetime.UTC)
     attempts = record.attempts - 1  # the last claim only listed it as failed
     return Slot(job=record.scope, slot=record.key, at=at, state="failed", attempts=attempts, note=record.note)

@@ -1,4 +1,4 @@
-"""The times at which a job is due: a tick is an instant, the wall time that it stands for, and a name for both."""
+"""The times at which a job is due.  A tick is an instant, the wall time that it stands for, and a name for both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Trigger(Protocol):
-    """Says when a job is due in a time zone.  *text* is how it was written; *daily*: once a day at most."""
+    """Decides when a job is due in a time zone.  *text* is the user's text.  *daily*: it is due at most once a day."""
 
     text: str
     daily: bool
@@ -53,7 +53,7 @@ def between(trigger: Trigger, start: float, end: float, zone: str) -> Iterator[T
 
 
 class Every:
-    """Due at each multiple of an interval since 1970, in UTC: all processes agree on it without talking."""
+    """Due at each multiple of an interval since 1970, in UTC.  All processes compute the same times."""
 
     daily = False
 
@@ -73,19 +73,19 @@ class Every:
 
 
 def instant_tick(at: int, zone: ZoneInfo) -> Tick:
-    """The tick of an instant, named by that instant in UTC."""
+    """Return the tick of an instant, named by that instant in UTC."""
     wall = datetime.datetime.fromtimestamp(at, zone).replace(tzinfo=None)
     return Tick(at, wall, zone.key, utc_text(at))
 
 
 def wall_tick(at: int, wall: datetime.datetime, zone: str, *, repeated: bool = False) -> Tick:
-    """The tick of a wall time, named by it: if a day's clocks change, or its zone's rules do, it is still the same slot."""
+    """Return the tick of a wall time, named by it.  It stays the same slot if the zone's rules change."""
     name = f"{wall:%Y-%m-%dT%H%M%S}".removesuffix("00")
     return Tick(at, wall.replace(fold=0), zone, f"{name}:{zone}{':repeated' if repeated else ''}")
 
 
 def transition(before: int, after: int, zone: ZoneInfo) -> int:
-    """The first second after *before* at which the zone has the offset that it has at *after*."""
+    """Return the first second after *before* at which the zone has the offset that it has at *after*."""
 
     def offset(at: int) -> datetime.timedelta | None:
         return datetime.datetime.fromtimestamp(at, zone).utcoffset()

@@ -18,7 +18,7 @@ from ..parts import DONE, HOUR, operation
 async def load(
     store: RedisStore, keys: int, settled: set[str], *, until: Callable[[], bool] = lambda: True, prefix: str = ""
 ) -> int:
-    """Claim and settle by 16 callers; those acknowledged are added to *settled*.  How many failed."""
+    """Have 16 callers claim and settle, add the acknowledged keys to *settled*, and return the number of failures."""
     failures, numbers = 0, iter(range(10**9))
 
     async def caller() -> None:
@@ -41,13 +41,13 @@ async def load(
     return failures
 
 
-# Each of these is the whole life of a process
+# Each of these functions is the whole run of a process.
 
 
 def claim(start: Any, url: str) -> tuple[bool, int]:
-    """Whether this process won, and the token it saw."""
+    """Claim the key of the race.  Return whether this process won, and the token that it saw."""
     store = connect(url)
-    run(store.find("race", "none"))  # connected, so that the claims really meet
+    run(store.find("race", "none"))  # connects, so that the claims are sent at the same time
     start.wait()
     found = run(store.claim(Operation("race", "key"), lease=HOUR))
     store.close()
@@ -55,7 +55,7 @@ def claim(start: Any, url: str) -> tuple[bool, int]:
 
 
 def hold_then_write(url: str, verb: str, pipe: Pipe) -> None:
-    """Claim, tell, wait to be told, and then use the lease."""
+    """Claim, send the token to the test, wait for its message, and then use the lease."""
     store = connect(url)
     lease = run(store.claim(Operation("frozen", verb), lease=0.3))
     assert isinstance(lease, Lease)
@@ -76,7 +76,7 @@ def hold_then_write(url: str, verb: str, pipe: Pipe) -> None:
 
 
 def settle_when_told(url: str, pipe: Pipe) -> None:
-    """Claim, tell, and settle as soon as told."""
+    """Claim, send a message to the test, and settle when it answers."""
     store = connect(url)
     lease = run(store.claim(Operation("scope", "key", "c1:aa"), lease=HOUR))
     assert isinstance(lease, Lease)

@@ -1,4 +1,4 @@
-"""The URL of a ledger under a prefix of the test's own, and a plain connection to its server."""
+"""Fixtures: the URL of a ledger with a prefix for each test, and a plain connection to its server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def url(valkey_url: str, redis_prefix: str) -> str:
 
 @pytest.fixture
 def server(valkey_url: str) -> Iterator[redis.Redis]:
-    """A connection past the store."""
+    """Yield a connection that bypasses the store."""
     with redis.Redis.from_url(valkey_url) as client:
         yield client

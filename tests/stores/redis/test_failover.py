@@ -52,7 +52,7 @@ class Effects:
             await store.aclose()
 
     async def progress(self, keys: int) -> None:
-        """Return when so many more keys are settled."""
+        """Return when *keys* more keys are settled."""
         target = len(self.settled) + keys
         async with asyncio.timeout(60):
             while len(self.settled) < target:
@@ -71,7 +71,7 @@ class Effects:
                 await asyncio.sleep(0.02)
 
     async def _perform(self, store: RedisStore, key: str) -> bool:
-        """Whether the client has an answer."""
+        """Claim, count the effect, and settle.  Return whether the client has an answer."""
         try:
             found = await arun(store.claim(operation(key), lease=HOUR))
         except StoreError:
@@ -103,7 +103,7 @@ def frozen(server: ValkeyServer) -> Iterator[None]:
 
 
 def begin_failover(group: ValkeySentinel) -> bool:
-    """Whether the sentinel has begun; it needs a while to know the replica well enough."""
+    """Ask for a failover.  Return whether the sentinel has begun: it needs a while to know the replica well enough."""
     try:
         return bool(group.sentinel.ask("SENTINEL", "FAILOVER", SERVICE) == "OK")
     except RuntimeError:
@@ -134,7 +134,7 @@ async def test_frozen_and_woken_primary_performs_no_key_again(own_sentinel: Valk
 
 
 async def test_replicas_cut_off_before_a_crash_cost_no_second_effect(own_sentinel: ValkeySentinel) -> None:
-    """What the primary alone has acknowledged is lost with it, so it must not have counted."""
+    """Writes that only the primary has are lost with it, so they must not have counted."""
     url = f"{own_sentinel.url}?timeout=1s&wait_replicas=all"
     async with Effects(url, url) as effects:
         with frozen(own_sentinel.replica):
@@ -211,7 +211,7 @@ async def test_calls_under_way_are_sent_to_the_new_primary(own_sentinel: ValkeyS
     await store.aclose()
 
 
-def test_lonely_primary_is_not_believed(own_sentinel: ValkeySentinel) -> None:
+def test_primary_without_replicas_is_not_believed(own_sentinel: ValkeySentinel) -> None:
     """After NOREPLICAS the sentinels are asked, and the claim goes to the server that they name."""
     store = connect(f"{own_sentinel.url}?timeout=20s")
     with ValkeyServer(fsync=False, min_replicas_to_write=1) as lonely:
@@ -222,7 +222,7 @@ def test_lonely_primary_is_not_believed(own_sentinel: ValkeySentinel) -> None:
 
 
 def test_sentinel_that_missed_a_failover_is_not_believed(own_sentinel: ValkeySentinel) -> None:
-    """The other one answers with a higher epoch, whichever of them is asked first, and also when both are listened to."""
+    """The other sentinel answers with a higher epoch.  The order of the questions does not matter."""
     with ValkeySentinel() as others:
         wait_until(lambda: begin_failover(own_sentinel), "the replica to be known")
         wait_until(lambda: own_sentinel.primary_port() == own_sentinel.replica.port, "the failover")

@@ -34,7 +34,7 @@ Drive = Callable[[Plan[Any]], Any]
 
 @pytest.fixture
 def near(store: RedisStore) -> RedisStore:
-    """The store without anything in between."""
+    """Return the store with a direct connection."""
     return store
 
 
@@ -46,7 +46,7 @@ def proxy(valkey_url: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def far(url: str, proxy: FaultProxy) -> RedisStore:
-    """The store behind the proxy."""
+    """Return the store behind the proxy."""
     return connect(f"{proxy.url(url)}&timeout=10s")
 
 
@@ -57,7 +57,7 @@ def impatient(url: str, proxy: FaultProxy) -> RedisStore:
 
 @pytest.fixture(params=["run", "arun"])
 def drive(request: pytest.FixtureRequest) -> Iterator[Drive]:
-    """Carries out plans of the stores `far` and `impatient`, by blocking and by awaiting."""
+    """Yield a driver for plans of the stores `far` and `impatient`: blocking, then awaited."""
     names = [name for name in ("far", "impatient") if name in request.fixturenames]
     stores: list[RedisStore] = [request.getfixturevalue(name) for name in names]
     if request.param == "run":
@@ -73,7 +73,7 @@ def drive(request: pytest.FixtureRequest) -> Iterator[Drive]:
 
 @contextlib.contextmanager
 def healed_soon(proxy: FaultProxy) -> Iterator[None]:
-    """The fault ends a moment after the block has begun."""
+    """End the fault a moment after the block has begun."""
     timer = threading.Timer(0.2, proxy.heal)
     timer.start()
     yield
@@ -84,7 +84,7 @@ def healed_soon(proxy: FaultProxy) -> Iterator[None]:
 def test_claim_with_lost_answer_gets_its_own_lease(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, after: int
 ) -> None:
-    """The claim is made, the connection breaks, and the caller is not kept out by itself."""
+    """The claim is granted, and the connection breaks before the answer.  The caller's own claim must not block it."""
     drive(far.find("scope", "none"))
     proxy.cut_answers(after=after)
     with healed_soon(proxy):
@@ -100,7 +100,7 @@ def test_claim_with_lost_answer_gets_its_own_lease(
 def test_takeover_with_lost_answer_is_still_a_takeover(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """Or the caller would perform what its predecessor may have done."""
+    """Otherwise the caller would repeat an effect that its predecessor may have had."""
     drive(far.find("scope", "none"))
     run(near.claim(operation("key"), lease=0.0))
     proxy.cut_answers()
@@ -153,7 +153,7 @@ async def test_batch_cut_in_mid_answer_is_answered_whole(far: RedisStore, proxy:
 def test_unanswered_claim_is_undone_with_the_next_claim(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, before: str
 ) -> None:
-    """Its caller was refused and performed nothing; left to lapse, it would be held as one that may have happened."""
+    """Its caller was refused and performed nothing.  If the claim lapsed, the operation would be held."""
     if before != "nothing":
         former = run(near.claim(operation("key"), lease=0.0))
         assert isinstance(former, Lease)
@@ -165,7 +165,7 @@ def test_unanswered_claim_is_undone_with_the_next_claim(
         drive(impatient.claim(operation("key"), lease=HOUR))
     record = run(near.find("scope", "key"))
     assert record is not None
-    assert record.lease_until > record.now  # it was granted all the same
+    assert record.lease_until > record.now  # the claim was granted
     proxy.heal()
     drive(impatient.claim(operation("other"), lease=HOUR))
     lease = run(near.claim(operation("key"), lease=HOUR))
@@ -196,7 +196,7 @@ def test_server_down_is_unavailable_until_it_is_up(impatient: RedisStore, proxy:
 def test_silent_server_is_a_timeout(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
 ) -> None:
-    """If it granted the claim all the same, the key is free again when the lease is over."""
+    """If the server has granted the claim, the key is free again when the lease is over."""
     if connected:
         drive(impatient.claim(operation("before"), lease=HOUR))
     proxy.drop_answers()
@@ -216,7 +216,7 @@ async def test_callers_of_a_failed_batch_get_separate_errors(impatient: RedisSto
 
 
 def test_late_reply_after_interrupt_is_not_read_by_next_call(far: RedisStore, proxy: FaultProxy) -> None:
-    """Ctrl-C in mid-verb: the connection still owes an answer, and must not be used again."""
+    """After Ctrl-C during a verb, a reply may still arrive on the connection, so it must not be used again."""
     run(far.claim(operation("key"), lease=HOUR))
     proxy.stall()
     interrupt(far.find("scope", "key"))
@@ -230,7 +230,7 @@ def test_interrupted_claim_is_undone_with_the_next_claim(far: RedisStore, near: 
     proxy.drop_answers()
     interrupt(far.claim(operation("key"), lease=HOUR))
     proxy.heal()
-    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Record)  # it was granted all the same
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Record)  # the interrupted claim was granted
     run(far.claim(operation("other"), lease=HOUR))
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -239,11 +239,11 @@ def test_interrupted_claim_is_undone_with_the_next_claim(far: RedisStore, near: 
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt."""
+    """Stands for KeyboardInterrupt."""
 
 
 def interrupt(plan: Plan[Any]) -> None:
-    """Carry out *plan*, but for its end."""
+    """Carry out *plan*, except for its end."""
 
     def now(*_: object) -> None:
         raise Interrupted
@@ -288,7 +288,7 @@ def connections(server: redis.Redis, name: str) -> int:
 def test_round_trip_waits_as_long_as_its_timeout(
     far: RedisStore, proxy: FaultProxy, drive: Drive, timeout: float
 ) -> None:
-    """Also on a connection that was opened with more time; and a late reply is not taken for the next one's."""
+    """Also on a connection that was opened with a longer timeout.  The next call does not read a late reply."""
     pool = far.topology.pool
 
     def echo(word: str, seconds: float) -> Plan[Any]:
@@ -323,7 +323,7 @@ def test_dropped_connection_is_not_used_again(far: RedisStore, drive: Drive, dro
 
 
 def test_release_without_retention_may_be_sent_twice(near: RedisStore) -> None:
-    """A release for no time at all whose answer was lost: it is sent again, and nobody has taken over."""
+    """The answer to a release with retention 0 is lost, so it is sent again.  Nobody has taken over."""
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
     for _ in range(2):
@@ -337,7 +337,7 @@ def test_release_without_retention_may_be_sent_twice(near: RedisStore) -> None:
 
 @pytest.mark.parametrize("undone", [True, False])
 def test_delayed_copy_of_an_ended_claim_is_not_granted(near: RedisStore, undone: bool) -> None:
-    """A copy that was delayed in the network would lock the key for nobody."""
+    """If a copy that was delayed in the network were granted, nobody would use its lease."""
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
     holder = run(near.find("scope", "key")).holder  # type: ignore[union-attr]
@@ -357,7 +357,7 @@ def test_delayed_copy_of_an_ended_claim_is_not_granted(near: RedisStore, undone:
 def test_unreachable_server_raises_only_our_errors(proxy: FaultProxy) -> None:
     proxy.refuse()
     nobody = f"127.0.0.1:{proxy.port}"
-    nonsense = f"redis://{64 * 'x'}.example"  # no name of a host is that long
+    nonsense = f"redis://{64 * 'x'}.example"  # a host's name cannot be that long
     for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}", nonsense):
         store = connect(f"{address}?timeout=200ms")
         for plan in (store.claim(operation("key"), lease=HOUR), store.stats(), store.purge(), store.list(Filter())):
@@ -369,7 +369,7 @@ def test_unreachable_server_raises_only_our_errors(proxy: FaultProxy) -> None:
 
 
 def test_undo_outlives_a_refused_login(own_valkey: ValkeyServer) -> None:
-    """A claim was granted and its answer lost; then the password was wrong for a while."""
+    """A claim is granted and its answer is lost.  Then the password is wrong for a while."""
     with FaultProxy.before(own_valkey.url) as proxy, redis.Redis.from_url(own_valkey.url) as server:
         store = connect(f"{proxy.url(own_valkey.url)}?timeout=800ms")
         run(store.claim(operation("warm"), lease=HOUR))

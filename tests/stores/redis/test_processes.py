@@ -1,4 +1,4 @@
-"""The Redis store among many: wake-ups between processes, races, forks and event loops that end."""
+"""The Redis store in many processes and loops: wake-ups, races, forks and event loops that end."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.server
 
 
 def woken_by(store: RedisStore, then: Callable[[], object], key: str = "key") -> bool:
-    """Whether waiters were notified because of *then*, well before the waiter's patience ended."""
+    """Return whether *then* woke the waiter well before its time was up."""
     with store.wakeups.waiting(("scope", key)) as waiter, redis.Redis.from_url(store.url.partition("?")[0]) as server:
         run(store.watch(blocked(store, key)))
         while not dict(server.pubsub_numsub(store.channel))[store.channel.encode()]:
             time.sleep(0.01)
-        waiter.wait(0.2).run()  # a listener that has just begun rings for all
+        waiter.wait(0.2).run()  # a listener that has just subscribed wakes all waiters
         began = time.monotonic()
         then()
         waiter.wait(30.0).run()
@@ -62,7 +62,7 @@ def test_waiter_is_woken_by_verbs_of_another_process(store: RedisStore, other: R
     }
 
     def act() -> None:
-        if verb in ("resolve", "delete"):  # which need a lease that has lapsed
+        if verb in ("resolve", "delete"):  # these verbs need a lapsed lease
             other.shift = 2 * HOUR
         run(verbs[verb]())
 
@@ -70,7 +70,7 @@ def test_waiter_is_woken_by_verbs_of_another_process(store: RedisStore, other: R
 
 
 def test_waiter_is_answered_by_another_process(url: str) -> None:
-    """The poll is far too long to be what wakes it."""
+    """The poll is far too long to wake it."""
     processes = separate_processes()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.settle_when_told, args=(url, theirs))
@@ -96,7 +96,7 @@ def subscribed(store: RedisStore, server: Any) -> bool:
 def test_record_deleted_by_another_process_is_not_replayed(
     store: RedisStore, other: RedisStore, server: Any, heard: bool
 ) -> None:
-    """The guard's cache hears of it, though nobody has waited for anything in this process; or knows that it may not have."""
+    """A message clears the guard's cache, even if nobody waits in this process.  So does a cut subscription."""
     guard, performed = Guard(store), []
 
     def perform(op: Op) -> int:
@@ -166,7 +166,7 @@ def test_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, ver
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 async def test_fork_parent_and_child_both_use_the_store(store: RedisStore, other: RedisStore) -> None:
-    """As under gunicorn with preload: both use the store that the parent had opened, also for listening."""
+    """As under gunicorn with preload, both use the store that the parent has opened, and both listen."""
     lease = await arun(store.claim(Operation("scope", "parent's"), lease=HOUR))
     run(store.find("scope", "none"))
     held = claimed(other)
@@ -201,7 +201,7 @@ def test_loop_ended_without_aclose_is_not_kept(store: RedisStore) -> None:
 
     ended = [asyncio.run(use()) for _ in range(3)]
     gc.collect()
-    assert [loop() is None for loop in ended[:2]] == [True, True]  # the next use lets go of them
+    assert [loop() is None for loop in ended[:2]] == [True, True]  # the next use removes ended loops
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -237,7 +237,7 @@ async def test_aclose_waits_for_claims_under_way(store: RedisStore) -> None:
 
 
 async def test_concurrent_acloses_both_return(store: RedisStore) -> None:
-    """As two guards on one store do when a service ends."""
+    """Two guards on one store do this when a service ends."""
     task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
@@ -245,8 +245,8 @@ async def test_concurrent_acloses_both_return(store: RedisStore) -> None:
     assert isinstance(task.result(), Lease)
 
 
-def test_many_loops_can_start_at_once(store: RedisStore) -> None:
-    """Each has a queue of its own; to make one is to look at all the others."""
+def test_many_loops_can_start_concurrently(store: RedisStore) -> None:
+    """Each loop has its own queue, and making one looks at all the others."""
     failures: list[BaseException] = []
 
     def begin() -> None:
@@ -289,7 +289,7 @@ def test_listener_without_a_thread_starts_later(
 def test_listener_replaces_a_silent_connection(
     url: str, valkey_url: str, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that died without a word is found out, and replaced; one that lives is kept."""
+    """A connection that died without notice is detected and replaced.  A live connection is kept."""
     monkeypatch.setattr(redis_store, "QUIET", 0.1)
     lease = claimed(other)
     with FaultProxy.before(valkey_url) as proxy, redis.Redis.from_url(valkey_url) as server:

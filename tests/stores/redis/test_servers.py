@@ -131,7 +131,7 @@ def spin(server: ValkeyServer) -> None:
     ],
 )
 def test_redis_6_error_within_a_script_is_recognised(said: str, word: str) -> None:
-    """Word for word as 6.2.14 says it; a newer one says no more than the end of it."""
+    """The text is that of Redis 6.2.14.  Newer servers send only the end of it."""
     within = "ERR Error running script (call to f_4929d58979d9): @user_script:72: @user_script: 72: -" + said
     for text in (said, within, within.removeprefix("ERR ")):  # redis-py removes the first word if it is ERR
         error = redis.ResponseError(text)
@@ -187,7 +187,7 @@ def test_acl_user_of_the_schema_can_use_every_verb(own_valkey: ValkeyServer) -> 
     script = schema(f"{own_valkey.url}?prefix=app")
     (command,) = [
         line for line in script.splitlines() if not line.startswith("#")
-    ]  # a client takes one line for one command
+    ]  # the client reads each line as one command
     own_valkey.ask(*command.replace("CHANGE-ME", "pw").split())
     store = connect(own_valkey.url.replace("//", "//app:pw@") + "?prefix=app&timeout=2s")
     leases: list[Any] = [run(store.claim(operation(str(n)), lease=HOUR)) for n in range(4)]

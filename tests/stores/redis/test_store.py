@@ -41,7 +41,7 @@ class TestOneServer(StoreContract):
 
 
 class TestCluster(StoreContract):
-    """Each record on its own node."""
+    """Runs the store contract on a cluster, with records on several nodes."""
 
     @pytest.fixture
     def store(self, cluster_url: str) -> RedisStore:
@@ -49,7 +49,7 @@ class TestCluster(StoreContract):
 
 
 class TestSentinel(StoreContract):
-    """On the primary that the sentinel names."""
+    """Runs the store contract on the primary that the sentinel names."""
 
     @pytest.fixture
     def store(self, sentinel_url: str) -> RedisStore:
@@ -119,7 +119,7 @@ def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_
 def test_cluster_node_under_redis_url_names_the_right_scheme(cluster_url: str) -> None:
     store = connect(cluster_url.replace("redis+cluster", "redis").partition(",")[0])
     with pytest.raises(ConfigurationError, match=r"redis\+cluster://"):
-        [claimed(store, str(n)) for n in range(30)]  # some of these are another node's
+        [claimed(store, str(n)) for n in range(30)]  # some of these keys are on another node
     store.close()
 
 
@@ -156,7 +156,7 @@ def test_expired_record_is_removed_by_the_server(store: RedisStore, server: Any)
 
 
 def test_audited_record_is_archived_whole_in_its_slot(store: RedisStore, server: Any) -> None:
-    """In a cluster, a record must not have to cross to another node."""
+    """In a cluster, an archived record must stay on its node."""
     first = settled(store, audit=True, note="seen")
     (name,) = names(store, server)
     before = server.get(name)
@@ -169,7 +169,7 @@ def test_audited_record_is_archived_whole_in_its_slot(store: RedisStore, server:
 
 
 def test_tokens_grow_after_delete_and_clock_set_back(store: RedisStore, server: Any) -> None:
-    """A deleted record leaves its token behind; here that of a clock which was an hour ahead."""
+    """A deleted record leaves its token.  Here it comes from a clock that was an hour ahead."""
     ahead = settled(store)
     (name,) = names(store, server)
     far = ahead.token + int(HOUR * 1_000_000)
@@ -204,7 +204,7 @@ def test_wrong_client_clock_does_not_matter(
 def test_unreadable_record_is_a_tombstone_and_can_be_deleted(
     store: RedisStore, server: Any, spoil: Callable[[bytes], bytes]
 ) -> None:
-    """It neither fails nor wedges, and is never performed again unasked."""
+    """The claim gets a tombstone: it does not fail or hang, and nothing is performed again."""
     lease = settled(store)
     (name,) = names(store, server)
     server.set(name, spoil(server.get(name)))
@@ -221,7 +221,7 @@ def test_unreadable_record_is_a_tombstone_and_can_be_deleted(
 
 
 def test_record_copied_to_another_key_shows_nothing(store: RedisStore, server: Any) -> None:
-    """Otherwise a user who can write to the server could show one caller the outcome of another, though it is sealed."""
+    """Otherwise a user who can write to the server could show one caller another's outcome, even a sealed one."""
     guard = Guard(store, seal=Seal([b"k" * 32]), cache=0)
     guard.run(Operation("alice", "key", "c1:aa"), lambda op: "alice's")
     server.copy(store._name(("alice", "key")), store._name(("bob", "key")))
@@ -233,7 +233,7 @@ def test_record_copied_to_another_key_shows_nothing(store: RedisStore, server: A
 
 
 async def test_foreign_value_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
-    """A clear error for that operation, and nothing for its neighbours."""
+    """That operation gets a clear error, and other operations are not affected."""
     await arun(store.claim(OPERATION, lease=HOUR))
     (name,) = names(store, server)
     server.delete(name)
@@ -248,7 +248,7 @@ async def test_foreign_value_under_the_key_fails_alone(store: RedisStore, server
 
 
 async def test_record_that_breaks_the_script_fails_alone(store: RedisStore, server: Any) -> None:
-    """Half a record, that someone waits for: its owner gets an error, and all others in the group their answers."""
+    """The record is cut in half, and somebody waits for it.  Only its owner gets an error."""
     leases: list[Any] = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(5)]
     half = ["running", leases[2].token, 1, 1, 1, None, None, None, "", False, True, False, None]
     server.set(store._name(("scope", "2")), b"\xdc\x00\x0d" + msgspec.msgpack.encode(half)[1:])
@@ -297,7 +297,7 @@ async def test_concurrent_claims_are_one_call(store: RedisStore, server: Any) ->
 
 
 async def test_cancelled_takeover_stays_in_doubt(store: RedisStore) -> None:
-    """Were it released, the next caller would perform what may have happened already."""
+    """If it were released, the next caller would repeat an effect that may have happened."""
     told = await left_in_doubt(store, (0.0, 0.0, 0.0005, 0.001, 0.002))
     assert set(told) == {True}
     await store.aclose()
@@ -309,7 +309,7 @@ async def test_cancelled_claim_of_a_released_record_keeps_its_fingerprint(store:
     await arun(store.release(lease, retention=24 * HOUR))
     task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
     await asyncio.sleep(0)
-    await asyncio.sleep(0)  # now it is on its way
+    await asyncio.sleep(0)  # now the claim is being sent
     task.cancel()
     await asyncio.wait([task])
     await store._claims.drain()
@@ -321,12 +321,12 @@ async def test_cancelled_claim_of_a_released_record_keeps_its_fingerprint(store:
 
 
 async def test_cancelled_claims_are_undone_in_one_batch(store: RedisStore, server: Any) -> None:
-    """One after the other, they would hold up everyone else's claims for a round trip each."""
+    """If they were undone one by one, each would delay all other claims by a round trip."""
     await arun(store.find("none", "none"))
     await arun(store.claim(OPERATION, lease=HOUR))
     tasks = [asyncio.create_task(arun(store.claim(Operation("scope", str(n)), lease=HOUR))) for n in range(30)]
     await asyncio.sleep(0)
-    await asyncio.sleep(0)  # now they are on their way
+    await asyncio.sleep(0)  # now the claims are being sent
     calls = server.info("commandstats")["cmdstat_evalsha"]["calls"]
     for task in tasks:
         task.cancel()

@@ -64,7 +64,7 @@ def test_write_on_too_few_replicas_is_unavailable(url: str) -> None:
 
 
 def test_claim_on_too_few_replicas_is_undone(url: str, store: RedisStore) -> None:
-    """It was refused and not performed; left to lapse, it would be held as one that may have happened."""
+    """The caller was refused and performed nothing.  If the claim lapsed, the operation would be held."""
     short = connect(f"{url}&wait_replicas=1&timeout=3s")
     with pytest.raises(StoreUnavailable, match="replicas"):
         run(short.claim(operation("key"), lease=HOUR))
@@ -92,7 +92,7 @@ def test_scan_does_not_wait_for_replicas(url: str, store: RedisStore) -> None:
 
 @pytest.mark.chaos
 def test_moving_slot_is_followed() -> None:
-    """While it moves, absent keys are the new node's (ASK); then all are (MOVED).  The script's user has the right to it."""
+    """During the move, absent keys belong to the new node (ASK); afterwards all do (MOVED).  The ACL allows both."""
     with ValkeyCluster(fsync=False) as cluster:
         (command,) = [line for line in schema(cluster.url).splitlines() if not line.startswith("#")]
         for node in cluster.servers:
@@ -175,7 +175,7 @@ def test_wrong_kind_of_server_error_says_why(valkey_url: str, kind: str, reason:
 
 @pytest.mark.chaos
 async def test_frozen_cluster_node_does_not_delay_other_nodes() -> None:
-    """On threads and on a loop, callers that need the frozen node wait, and all others have an answer at once."""
+    """On threads and on a loop, callers that need the frozen node wait.  All others are answered immediately."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(24))
     with ValkeyCluster(cluster_require_full_coverage="no", cluster_node_timeout=60_000) as cluster:
         store = connect(f"{cluster.url}?timeout=8s")
@@ -219,7 +219,7 @@ async def test_cluster_waiters_are_woken_by_every_node(cluster_url: str, redis_p
 
 @pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
 def test_unreachable_sentinels_error_shows_no_password(drive: Drive) -> None:
-    """Some versions of redis-py show the options of the connections in the error, with the password."""
+    """The errors of some versions of redis-py contain the connection's options, with the password."""
     store = connect("redis+sentinel://user:secret1@127.0.0.1:1/service?sentinel_password=secret2&timeout=200ms")
     with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
         drive(store.find("scope", "key"))
@@ -228,7 +228,7 @@ def test_unreachable_sentinels_error_shows_no_password(drive: Drive) -> None:
 
 
 def test_undo_is_sent_with_claims_of_its_own_node(cluster_url: str, redis_prefix: str) -> None:
-    """If that node does not answer, the claims would have to wait for it."""
+    """If the batches were shared and that node did not answer, the claims would have to wait for it."""
     store = connect(f"{cluster_url}?prefix={redis_prefix}")
     run(store.claim(operation("first"), lease=HOUR))
     here = store.topology.address(store._name(("scope", "first")))
@@ -281,7 +281,7 @@ def all_slots(epoch: int, primary: tuple[str, int], *replicas: tuple[str, int]) 
 
 
 def test_older_view_of_a_cluster_never_replaces_a_newer_one() -> None:
-    """A caller and the watcher may hear of different views at the same time."""
+    """A caller and the watcher may get different views at the same time."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -320,14 +320,14 @@ def test_redirection_by_a_node_behind_is_corrected() -> None:
     topology._use([all_slots(1, A)], {A})
     topology.move(key_slot(b"key"), B)
     assert topology.address("key") == B
-    topology._use([all_slots(1, A)], {A})  # all nodes still say so
+    topology._use([all_slots(1, A)], {A})  # all nodes give the same answer again
     assert topology.address("key") == A
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
 def test_watch_goes_on_after_logins_were_refused(kind: str) -> None:
-    """Nobody would start it again, and another primary would be noticed too late."""
+    """If it ended, nothing would start it again, and another primary would be noticed too late."""
     group: Any = ValkeySentinel() if kind == "sentinel" else ValkeyCluster()
     with group:
         ports = [group.sentinel.port] if kind == "sentinel" else [node.port for node in group.servers]

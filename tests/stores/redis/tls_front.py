@@ -1,4 +1,4 @@
-"""A TLS door before a plain server, with a certificate of its own."""
+"""A TLS proxy in front of a plain server, with a self-made certificate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """The files of a certificate for 127.0.0.1, and of its key."""
+    """Make a certificate for 127.0.0.1.  Return its file, and the file of its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
     now = datetime.datetime.now(datetime.UTC)
@@ -41,7 +41,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def tls_front(port: int, folder: Path) -> Iterator[tuple[int, Path]]:
-    """The port of a TLS door before the server on *port*, and the certificate to trust."""
+    """Yield the port of a TLS proxy in front of the server on *port*, and the certificate to trust."""
     certificate, key = make_certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)

@@ -1,4 +1,4 @@
-"""One process of the load on a tiered store: asks for a few keys over and over, and writes down what it was told."""
+"""One process of the load on a tiered store: asks for a few keys again and again, and writes the answers to a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from oncemore.errors import OncemoreError
 
 
 def ask_repeatedly(url: str, database: str, schema: str, keys: int, seconds: float, folder: str, number: int) -> None:
-    """Ask for random keys for some *seconds*; each effect is a row in *database*, and each answer a line in a file.
+    """Ask for random keys for *seconds*.  Each effect is a row in *database*, and each answer is a line in a file.
 
-    The effect is a transaction's for even keys, and under a lease for odd ones.
+    Even keys have `effect="transaction"`, and odd keys have `effect="lease"`.
     """
     guard = Guard(url, cache=0)
     policies = (Policy(effect="transaction", wait="20s"), Policy(lease="60s", wait="20s"))
@@ -26,7 +26,7 @@ def ask_repeatedly(url: str, database: str, schema: str, keys: int, seconds: flo
         asked = 0
         while time.monotonic() < ends:
             asked += 1
-            # Most of the time an old key, so that there is something to replay.
+            # Usually an old key, so that there is something to replay.
             key = str(random.randrange(min(keys, 1 + asked)))
 
             def perform(op: Op, key: str = key) -> str:

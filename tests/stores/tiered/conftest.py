@@ -1,4 +1,4 @@
-"""The URL of a tiered ledger in a schema and under a prefix of the test's own, and a plain connection to its Redis."""
+"""Fixtures: the URL of a tiered ledger with its own schema and prefix, and a plain connection to its Redis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import redis
 
 
 def tiered_url(postgres: str, valkey: str, schema: str = "public", prefix: str = "oncemore", **options: object) -> str:
-    """The URL of a ledger in the schema, with copies under the prefix."""
+    """Return the URL of a ledger in the schema, with copies under the prefix."""
     nested = quote(f"{valkey}?prefix={prefix}", safe="")
     extra = "".join(f"&{name}={value}" for name, value in options.items())
     return f"redis+{postgres}?schema={schema}&redis={nested}{extra}"
@@ -23,6 +23,6 @@ def url(postgres_url: str, postgres_schema: str, valkey_url: str, redis_prefix: 
 
 @pytest.fixture
 def server(valkey_url: str) -> Iterator[redis.Redis]:
-    """A connection to Redis past the store."""
+    """Yield a connection to Redis that bypasses the store."""
     with redis.Redis.from_url(valkey_url) as client:
         yield client

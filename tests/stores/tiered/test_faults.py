@@ -1,4 +1,4 @@
-"""Whatever happens to Redis, each operation happens once and everybody gets the same answer."""
+"""Faults of Redis: each operation still happens once, and all callers get the same answer."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def freeze(server: ValkeyServer) -> None:
 def crash(server: ValkeyServer) -> None:
     server.crash()
     time.sleep(0.3)
-    server.start()  # empty: it keeps nothing on disk
+    server.start()  # empty, because it stores nothing on disk
 
 
 def poison(server: ValkeyServer) -> None:
-    """Put nonsense, another record's copy, and another type under the names of copies."""
+    """Write nonsense, an empty text, and values of another type to the names of copies."""
     names = server.ask("KEYS", "*:copy:*")[:50]
     for name in names:
         value = random.choice(["nonsense", ""])
@@ -64,7 +64,7 @@ def poison(server: ValkeyServer) -> None:
 
 
 def fill(server: ValkeyServer) -> None:
-    """Let it evict and refuse for a while."""
+    """Let the server evict values or refuse writes for a while."""
     server.ask("CONFIG", "SET", "maxmemory-policy", random.choice(["allkeys-random", "noeviction"]))
     server.ask("CONFIG", "SET", "maxmemory", "1mb")
     time.sleep(0.3)
@@ -93,7 +93,7 @@ def test_faults_of_redis_under_load_leave_one_effect_each(tmp_path: Path) -> Non
             connection.execute("CREATE TABLE effects (key text, process int)")
         url = tiered_url(postgres.url, valkey.url)
         connect(url).close()
-        run(connect(url).stats())  # the tables are there
+        run(connect(url).stats())  # creates the tables
         context = separate_processes()
         children = [
             context.Process(
@@ -130,7 +130,7 @@ def test_faults_of_redis_under_load_leave_one_effect_each(tmp_path: Path) -> Non
     assert {key: count for key, count in effects.items() if count != 1} == {}
     assert {key: bodies for key, bodies in answers.items() if len(bodies) != 1} == {}
     assert answers.keys() == effects.keys()
-    assert set(hows) == {"stored", "replayed"}, hows  # nobody noticed
+    assert set(hows) == {"stored", "replayed"}, hows  # no caller noticed the fault
     assert hits, "Redis has answered nothing, so nothing was tested"
 
 
@@ -201,7 +201,7 @@ def test_redis_that_refuses_copies_is_logged_once_and_used_again(
 def test_busy_event_loop_is_not_taken_for_a_slow_redis(
     postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
 ) -> None:
-    """The program keeps its loop busy for longer than the budget, while the reply is there."""
+    """The program keeps its loop busy for longer than the budget, although the reply has arrived."""
 
     async def keep_busy() -> None:
         while True:
@@ -230,7 +230,7 @@ def test_busy_event_loop_is_not_taken_for_a_slow_redis(
 def test_refused_login_to_redis_is_not_noticed(
     postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its password was changed, and its connections were cut; the operations extend their retention at each repeat."""
+    """The password is changed, and all connections are cut.  The operations extend their retention at each repeat."""
     guard = Guard(tiered_url(postgres_url, own_valkey.url, postgres_schema), policy=Policy(ttl_from="access"), cache=0)
     store = warmed(cast("TieredStore", guard.store))
     guard.run(operation("old"), lambda op: "done")
@@ -355,7 +355,7 @@ def test_outcomes_that_a_restored_primary_lost_are_not_replayed(own_valkey: Valk
             if postgres.user:
                 shutil.chown(path, postgres.user)
         postgres.start()
-        settled(store)  # it will be lost
+        settled(store)  # the failover will lose it
         eventually(lambda: is_hit(store))
         postgres._end(postgres.polite_signal)
         shutil.rmtree(data)
@@ -370,7 +370,7 @@ def test_outcomes_that_a_restored_primary_lost_are_not_replayed(own_valkey: Valk
         assert row == ("00000002",), "the timeline has not changed, so nothing is tested"
         assert copies_of(own_valkey), "the copy is gone, so nothing is tested"
         eventually(lambda: store._copies.watch.namespace())
-        claimed(store)  # it runs again
+        claimed(store)  # the operation runs again
         assert blocked(store, "before").outcome is not None
         store.close()
 
@@ -382,7 +382,7 @@ def copies_of(server: ValkeyServer) -> list[str]:
 def test_redis_that_is_missing_at_the_start_is_warned_of(
     postgres_url: str, postgres_schema: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One operation is enough, and there is one warning."""
+    """The first operation notices it, and there is one warning."""
     store = connect(tiered_url(postgres_url, "redis://127.0.0.1:1/0", postgres_schema))
     assert isinstance(store, TieredStore)
     settled(store)

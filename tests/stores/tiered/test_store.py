@@ -1,4 +1,4 @@
-"""The tiered store on a real PostgreSQL and a real Valkey: the contract, and which copies are believed."""
+"""The tiered store on a real PostgreSQL and a real Valkey: the store contract, and which copies are used."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .conftest import tiered_url
 
 pytestmark = pytest.mark.server
 
-WAIT = 20.0  # seconds at most, for what happens in the background
+WAIT = 20.0  # the longest wait for background work, in seconds
 
 
 def eventually(is_true: Callable[[], Any]) -> Any:
-    """Return the first true value; fail if there is none for a long time."""
+    """Return the first true value.  Fail if there is none for a long time."""
     deadline = time.monotonic() + WAIT
     while not (value := is_true()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -53,7 +53,7 @@ def copies(server: redis.Redis, prefix: str) -> list[bytes]:
 
 
 def warmed(store: TieredStore) -> TieredStore:
-    """The store, once it knows the primary and has a connection to Redis."""
+    """Return the store when it knows the primary and has a connection to Redis."""
 
     def is_warm() -> bool:
         before = store.tiers.misses
@@ -66,13 +66,13 @@ def warmed(store: TieredStore) -> TieredStore:
 
 @pytest.fixture
 def copied(store: TieredStore, server: redis.Redis, redis_prefix: str) -> bytes:
-    """The name of the one copy in Redis: that of OPERATION, which was settled."""
+    """Settle OPERATION, and return the name of its copy in Redis, which is the only one."""
     settled(warmed(store))
     return eventually(lambda: copies(server, redis_prefix))[0]  # type: ignore[no-any-return]
 
 
 def is_hit(store: TieredStore, operation: Operation = OPERATION) -> bool:
-    """Whether a repeat is answered by Redis."""
+    """Whether Redis answers a repeat."""
     before = store.tiers.hits
     found = run(store.claim(operation, lease=HOUR))
     assert isinstance(found, Record)
@@ -135,7 +135,7 @@ def test_transaction_outcome_is_copied_after_commit(url: str, server: redis.Redi
     hits = guard.store.tiers.hits  # type: ignore[attr-defined]
     assert guard.run(OPERATION, perform).how == "replayed"
     assert guard.store.tiers.hits == hits + 1  # type: ignore[attr-defined]
-    assert runs == [[]]  # once, and before its end there was no copy
+    assert runs == [[]]  # it ran once, and there was no copy before its end
     guard.close()
 
 
@@ -184,7 +184,7 @@ def test_prometheus_exports_the_tiers(url: str, copied: bytes) -> None:
         count_tiers(Guard("memory://"), registry)
 
 
-# Copies that are not believed
+# Copies that are not used
 
 
 def test_unbelievable_copies_are_left_to_the_database(store: TieredStore, server: redis.Redis, copied: bytes) -> None:
@@ -222,7 +222,7 @@ def test_other_payload_is_judged_by_the_database(store: TieredStore, copied: byt
 
 def test_copy_past_its_retention_is_not_used(store: TieredStore, copied: bytes) -> None:
     Clock(store).advance(2 * HOUR)
-    claimed(store)  # it runs as new
+    claimed(store)  # the operation runs as new
 
 
 def test_copy_ends_at_the_cap(url: str, server: redis.Redis, redis_prefix: str) -> None:
@@ -244,7 +244,7 @@ def test_large_outcome_stays_in_the_database(url: str, server: redis.Redis, redi
 
 
 def test_key_with_half_a_character_is_stored_and_deleted(store: TieredStore) -> None:
-    """As in PostgreSQL alone; it has no copy."""
+    """It works as in PostgreSQL alone, and has no copy."""
     odd = Operation("scope", "a\ud800", "c1:aa")
     lease = run(warmed(store).claim(odd, lease=HOUR))
     assert isinstance(lease, Lease)
@@ -280,7 +280,7 @@ def test_late_copy_of_a_deleted_record_is_not_written(
     record = run(other.find("scope", "key"))
     warmed(other)
     run(store.delete("scope", "key"))
-    other._copies._keep(record, other._copies.moment())  # as a process does that has read the record just before
+    other._copies._keep(record, other._copies.moment())  # like a process that has read the record before the deletion
     settled(other, "later")
     eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
     assert server.get(copied) == b"-"
@@ -289,7 +289,7 @@ def test_late_copy_of_a_deleted_record_is_not_written(
 def test_settle_answered_late_is_not_copied(
     store: TieredStore, server: redis.Redis, redis_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record may have been deleted since, and the mark of that may be gone."""
+    """The record may have been deleted since then, and the mark of the deletion may have expired."""
     monkeypatch.setattr(tiered_copies, "OLDEST_PENDING", 0.5)
 
     class Late(StoreWrapper):
@@ -310,7 +310,7 @@ def test_settle_answered_late_is_not_copied(
 def test_second_settle_of_the_same_owner_is_not_copied(
     store: TieredStore, server: redis.Redis, redis_prefix: str
 ) -> None:
-    """It changes nothing in the database, so a copy of it would answer with an outcome that was never stored."""
+    """The database ignores it, so a copy of it would answer with an outcome that was never stored."""
     lease = run(warmed(store).claim(OPERATION, lease=HOUR))
     assert isinstance(lease, Lease)
     for outcome in (DONE, Outcome("value", body=b"another")):
@@ -322,7 +322,7 @@ def test_second_settle_of_the_same_owner_is_not_copied(
 
 
 def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:
-    """Another server is promoted between the commit and the writing of the copy; it may not have the outcome."""
+    """Another server is promoted between the commit and the writing of the copy.  It may not have the outcome."""
     watch = warmed(store)._copies.watch
 
     class Promoted(StoreWrapper):
@@ -436,7 +436,7 @@ def test_watch_behind_a_pooler_changes_no_session_of_others(
     store = warmed(connect(tiered_url(pgbouncer_url, valkey_url, postgres_schema, redis_prefix)))  # type: ignore[arg-type]
     store.close()
     with ExitStack() as stack:
-        for _ in range(4):  # as many as the pooler has, each kept by an open transaction
+        for _ in range(4):  # all connections of the pooler, each occupied by an open transaction
             other = stack.enter_context(psycopg.connect(pgbouncer_url, prepare_threshold=None))
             assert other.execute("SHOW statement_timeout").fetchone() == ("0",)
 

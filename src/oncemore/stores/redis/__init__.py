@@ -8,15 +8,15 @@ Options, after `?`; all others are redis-py's own (`ssl_ca_certs=`, `client_name
 
     prefix=oncemore      the first part of the names of all keys
     timeout=5s           the longest time that a call may take, with all attempts, before it fails
-    poll=1s              how often a waiter looks by itself, in case that a wake-up message is lost
+    poll=1s              how often a waiter looks by itself, in case a wake-up message is lost
     wait_replicas=0      how many replicas must have a write before it counts (WAIT); `all` with sentinels or in a cluster
     tls=true             for redis+sentinel:// and redis+cluster://
-    sentinel_username=, sentinel_password=       the login of the sentinels, if they have one of their own
+    sentinel_username=, sentinel_password=       the login of the sentinels, if they need one
 
-A record is a msgpack array at `prefix:{digest}`.  Expired records that are kept for the audit move to
-`prefix:{digest}:token`.  Running and held records never expire by themselves; settled and released ones do, in the server,
-so that there is little to purge.  `list`, `purge` and `stats` scan the key space with SCAN: a record that is written
-meanwhile may be missed, or listed twice.
+A record is a msgpack array at `prefix:{digest}`.  Expired records that are kept for an audit move to
+`prefix:{digest}:token`.  Running and held records never expire.  The server removes other expired records by itself, so
+there is little to purge.  `list`, `purge` and `stats` scan the key space with SCAN: a record that is written meanwhile
+may be missed, or listed twice.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from .topology import Topology, read_topology
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": "0"}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-# The commands of the scripts, those that open and watch connections, and MGET for the copies of a tiered store.
+# The commands of the scripts, the commands that open and watch connections, and MGET for the copies of a tiered store.
 ACL = (
     "+eval +evalsha +time +get +mget +set +del +rename +publish +subscribe +scan +ping +info +wait "
     "+select +client|setname +client|setinfo +cluster|slots +cluster|nodes +asking"
 )
 # With two smaller batches the server and this process work at the same time; with one large batch they take turns.
 BATCH_LIMIT = 32
-GRANTED = 4  # parts in the answer to a claim that was granted, and not for the first time
-MOST_PENDING = 1000  # undos; in a long failure, the claims before the last ones were hardly ever sent
-SHORT_SECONDS = 1.0  # for what a caller waits for besides its claim: the undo of another, the check of the server
+GRANTED = 4  # values in the answer to a granted claim of a known operation
+MOST_PENDING = 1000  # undos; older ones are dropped, because in a long failure most claims never reach the server
+SHORT_SECONDS = 1.0  # the timeout for work that delays a claim: the undo of other claims, the check of the server
 
 
 def connect(url: str) -> RedisStore:
-    """The ledger behind *url*; nothing is opened before it is used."""
+    """Return the ledger at *url*.  Nothing is opened before it is used."""
     return RedisStore(url)
 
 
 def schema(url: str) -> str:
-    """A user with just the rights that the store needs; there are no tables to create."""
+    """Return the command that creates a user with only the rights that the store needs.  There are no tables."""
     _, options = read_options(url)
     prefix = options["prefix"]
     return f"""\
@@ -85,7 +85,7 @@ ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}
 
 
 class RedisStore:
-    """Records are strings and verbs are scripts; concurrent calls are sent in batches."""
+    """A ledger in Redis.  Records are strings, verbs are scripts, and concurrent calls are sent in batches."""
 
     lender = None  # Redis has no transaction that an effect could join
 
@@ -102,8 +102,8 @@ class RedisStore:
         self._replicas = ALL if options["wait_replicas"] == "all" else int(options["wait_replicas"])
         if self._replicas == ALL and not self.topology.fails_over:
             raise ConfigurationError(
-                "wait_replicas=all: a single server only knows the replicas that it sees; write their number, or let "
-                "sentinels or a cluster tell it"
+                "wait_replicas=all needs sentinels or a cluster, because a single server does not know how many replicas "
+                "it should have: write their number"
             )
         self._runner = CommandRunner(self.topology, self._common, timeout=options["timeout"])
         self._claims = NodeBatchers(
@@ -119,7 +119,7 @@ class RedisStore:
         weakref.finalize(self, self.topology.unwatch)
 
     def _reset(self) -> None:
-        self._checked = False  # the server's settings, with the first claim
+        self._checked = False  # whether `_check_server` has been called; the first claims do that
 
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
@@ -128,7 +128,7 @@ class RedisStore:
         return f"{self.prefix}:{{{digest(id)}}}"
 
     def _write(self, script: Script, key: str, *args: Any) -> Submit[ScriptItem]:
-        """Effect: one record's call of *script*, together with those of other callers."""
+        """Return the effect that calls *script* for one record, in a batch with other callers."""
         return Submit(self._writes.for_key(key), ScriptItem(script, key, args))
 
     def _run_writes(self, items: list[ScriptItem]) -> Plan[list[Any]]:
@@ -150,25 +150,25 @@ class RedisStore:
         return read_record(id, *answer)
 
     def _run_claims(self, claims: list[ScriptItem]) -> Plan[list[Any]]:
-        if not self._checked and self.topology.fails_over:  # nobody watches since the start, a fork, or `close`
+        if not self._checked and self.topology.fails_over:  # no thread watches the primary yet
             self.topology.known = False
         batch = yield from self._send_behind_undos(self.topology.address(claims[0].key), claims, self._replicas)
-        if batch.uncounted:
-            yield from self._undo_claims(batch.uncounted)
+        if batch.unreplicated:
+            yield from self._undo_claims(batch.unreplicated)
         results = batch.results[-len(claims) :]
         if not self._checked and not all(isinstance(result, OncemoreError) for result in results):
             yield from self._check_server()
         return results
 
     def _undo_claims(self, claims: Sequence[ScriptItem]) -> Plan[None]:
-        """Undo claims that nobody will use: now, or ahead of the next claims if the server does not answer soon."""
+        """Undo claims that nobody will use.  If the server does not answer soon, the next claims undo them."""
         self._pending_undos.extend(map(undo_of, claims))
         yield from self._send_behind_undos(self.topology.address(claims[0].key), [], timeout=SHORT_SECONDS)
 
     def _send_behind_undos(
         self, node: Address, items: list[Any], replicas: int = 0, timeout: float | None = None
     ) -> Plan[ScriptBatch]:
-        """Send *items* and all pending undos for *node* in one batch; claims without an answer become pending undos."""
+        """Send all pending undos for *node*, then *items*, in one batch.  Unanswered claims become pending undos."""
         undos = self._take_pending_undos(node) if self._pending_undos else []
         batch = ScriptBatch(self._runner, [*undos, *items], replicas, timeout)
         try:
@@ -180,7 +180,7 @@ class RedisStore:
         return batch
 
     def _take_pending_undos(self, node: Address) -> list[ScriptItem]:
-        """Each once, even if several threads and loops do this at the same time; those for other nodes are left."""
+        """Take the pending undos for *node*, each only once, even if several threads and loops call this."""
         undos: list[ScriptItem] = []
         with suppress(IndexError):
             for _ in range(len(self._pending_undos)):
@@ -197,10 +197,7 @@ class RedisStore:
             self.wakeups.notify(claim.operation.id)
 
     def _check_server(self) -> Plan[None]:
-        """After the first claims: warn if the server may forget records, and hear of changes from now on.
-
-        The changes are those that other processes make to records, and those of the primary.
-        """
+        """Start the listener and the watchers of the primary, and warn if the server may forget records."""
         self._checked = True
         self._listener.listen()
         self.topology.watch()
@@ -212,7 +209,7 @@ class RedisStore:
     # Verbs of the lease's owner
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        until = owned((yield self._write(RENEW, self._name(held.operation.id), held.token, micros(lease))), held)
+        until = check_owner((yield self._write(RENEW, self._name(held.operation.id), held.token, micros(lease))), held)
         return msgspec.structs.replace(held, expires_at=until / MICRO)
 
     def settle(
@@ -220,15 +217,15 @@ class RedisStore:
     ) -> Plan[None]:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
-        owned((yield self._write(SETTLE, self._name(held.operation.id), *args)), held)
+        check_owner((yield self._write(SETTLE, self._name(held.operation.id), *args)), held)
         self.wakeups.notify(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        owned((yield self._write(RELEASE, self._name(held.operation.id), held.token, micros(retention))), held)
+        check_owner((yield self._write(RELEASE, self._name(held.operation.id), held.token, micros(retention))), held)
         self.wakeups.notify(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        owned((yield self._write(HOLD, self._name(held.operation.id), held.token, clean(note))), held)
+        check_owner((yield self._write(HOLD, self._name(held.operation.id), held.token, clean(note))), held)
         self.wakeups.notify(held.operation.id)
 
     # Verbs that need no lease
@@ -237,7 +234,7 @@ class RedisStore:
         yield self._write(TOUCH, self._name(record.id), record.token, micros(retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Have this process listen; the claim that was prevented has asked the holder for a message."""
+        """Start the listener.  The claim that met *record* has marked it, so its next change sends a message."""
         self._listener.listen()
         yield from ()
 
@@ -273,7 +270,7 @@ class RedisStore:
         return self._scan.stats()
 
     def close(self) -> None:
-        """Close the connections of threads, and stop the listener; the next use opens them again."""
+        """Close the connections of threads, and stop the listener.  The next use opens them again."""
         self._reset()
         self._listener.close()
         self.topology.unwatch()
@@ -281,7 +278,7 @@ class RedisStore:
             pool.close()
 
     async def aclose(self) -> None:
-        """Close also the connections of the running event loop, once its batches are done."""
+        """Close also the connections of the running event loop, after its batches are done."""
         await self._claims.drain()
         await self._writes.drain()
         for pool in self.topology.pools:
@@ -290,19 +287,19 @@ class RedisStore:
 
 
 def undo_of(item: ScriptItem) -> ScriptItem:
-    """The call that undoes a claim, or an undo that has to be sent again."""
+    """Return the item that undoes the claim *item*.  An undo is returned unchanged."""
     return ScriptItem(UNCLAIM, item.key, (item.holder,)) if item.script is CLAIM else item
 
 
-def owned(answer: int, held: Lease) -> int:
-    """The answer to an owner's verb.  Raises Fenced if it is 0: the lease is lost."""
+def check_owner(answer: int, held: Lease) -> int:
+    """Return the answer to a verb of the lease's owner.  Raises Fenced if it is 0: the lease is lost."""
     if not answer:
         raise fenced(held)
     return answer
 
 
 def warnings(info: bytes, wait_replicas: int) -> Iterator[str]:
-    """How a server with this INFO may forget records.  Their operations would then run again."""
+    """Yield how a server with this INFO may forget records.  Their operations would then run again."""
     values = dict(line.split(":", 1) for line in info.decode(errors="replace").splitlines() if ":" in line)
     replicas = int(values.get("connected_slaves", 0))
     if values.get("maxmemory_policy", "noeviction") != "noeviction":
@@ -310,16 +307,16 @@ def warnings(info: bytes, wait_replicas: int) -> Iterator[str]:
     if values.get("aof_enabled") == "0":
         yield "forgets records when it restarts (appendonly no): set appendonly to yes, and appendfsync to always"
     if replicas and "min_slaves_good_slaves" not in values:
-        yield "goes on alone if it loses its replicas (min-replicas-to-write 0), until it is replaced: set it to 1"
+        yield "accepts writes without replicas (min-replicas-to-write 0), and a failover loses them: set it to 1"
     if wait_replicas != ALL and wait_replicas < replicas:
         yield (
-            f"forgets records in a failover that {replicas - wait_replicas} of its {replicas} replicas may not have yet "
-            f"(wait_replicas={wait_replicas}): write wait_replicas=all"
+            f"forgets records in a failover to a replica that does not have them yet (wait_replicas={wait_replicas}): "
+            f"write wait_replicas={replicas}, or all with sentinels or a cluster"
         )
 
 
 def read_options(url: str) -> tuple[str, dict[str, Any]]:
-    """The URL without our options, and the options, checked."""
+    """Return the URL without our options, and the options.  Raises ConfigurationError for a wrong value."""
     rest, options = take_options(url, OPTIONS)
     if not PREFIX.fullmatch(options["prefix"]):
         raise ConfigurationError(f"prefix={options['prefix']}: use letters, digits and _ . : - only, at most 64")
@@ -327,17 +324,17 @@ def read_options(url: str) -> tuple[str, dict[str, Any]]:
         raise ConfigurationError(f"wait_replicas={options['wait_replicas']}: write a number, or all")
     for name in ("timeout", "poll"):
         if options[name] <= 0:
-            raise ConfigurationError(f"{name}= in the store's URL must be longer than nothing")
+            raise ConfigurationError(f"{name}={options[name]:g} in the store's URL must be greater than zero")
     return rest, options
 
 
-# Notifications: other processes tell of the records that they change.
+# Notifications of records that other processes change
 
-QUIET = 10.0  # seconds after which a silent server is asked whether it is still there, and then may take to answer
+QUIET = 10.0  # seconds of silence after which the server is pinged, and seconds that it then has to answer
 
 
 class RedisListener(Listener[Any]):
-    """Notifies *wakeups* of every message on *channel*; and all waiters after each subscription, as messages were missed."""
+    """Passes every message on *channel* to *wakeups*.  Wakes all after each subscription: messages may be lost."""
 
     name = "oncemore-redis"
 
@@ -346,12 +343,12 @@ class RedisListener(Listener[Any]):
         self.topology = topology
         self.channel = channel
         self.wakeups = wakeups
-        self._heard_at = 0.0  # the time of the server's last message
-        self._pinged = False  # since then
-        self._changes = 0  # of the primary, when this subscribed
+        self._received_at = 0.0  # the time of the server's last message
+        self._pinged = False  # whether the server was pinged since then
+        self._changes = 0  # the value of `topology.changes` at the time of the subscription
 
     def connect(self) -> Any:
-        """A redis-py PubSub that is subscribed."""
+        """Return a redis-py PubSub that is subscribed.  Raises CannotListen if the user may not subscribe."""
         run(self.topology.locate(QUIET))  # the primary may be another server by now
         self._changes = self.topology.changes
         pubsub = self.topology.pool.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
@@ -361,34 +358,34 @@ class RedisListener(Listener[Any]):
                 raise redis.TimeoutError("the server does not answer")
         except redis.ResponseError as error:
             pubsub.close()
-            log.warning("This user may not listen on %s, so waiters poll instead: %s", self.channel, reply_text(error))
+            log.warning("Waiters poll, because this user may not subscribe to %s: %s", self.channel, reply_text(error))
             raise CannotListen(str(error)) from error
         except BaseException:
             pubsub.close()
             raise
-        self._heard_at, self._pinged = time.monotonic(), False
+        self._received_at, self._pinged = time.monotonic(), False
         self.wakeups.notify_all()
         return pubsub
 
     def receive(self, connection: Any, seconds: float) -> None:
-        """Handle the next message, if one comes.  Raises redis.TimeoutError if the server seems to be gone."""
+        """Handle the next message, if one comes.  Raises redis.RedisError if the server is silent or was replaced."""
         message: dict[str, Any] | None = connection.get_message(timeout=min(seconds, QUIET))
         now = time.monotonic()
         if message is not None:
-            self._heard_at, self._pinged = now, False
+            self._received_at, self._pinged = now, False
             if message["type"] == "message":
                 with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
                     self.wakeups.notify(read_id(message["data"]))
         elif self.topology.changes != self._changes:
             raise redis.ConnectionError("the primary has changed")
-        elif now - self._heard_at > 2 * QUIET:
+        elif now - self._received_at > 2 * QUIET:
             raise redis.TimeoutError("the server does not answer")
-        elif now - self._heard_at > QUIET and not self._pinged:
+        elif now - self._received_at > QUIET and not self._pinged:
             connection.ping()
             self._pinged = True
 
 
 def read_id(payload: bytes) -> Id:
-    """The two parts of an id, from `<length of the scope>:<scope><key>`."""
+    """Return the scope and the key from `<length of the scope in bytes>:<scope><key>`."""
     length, _, rest = payload.partition(b":")
     return rest[: int(length)].decode(), rest[int(length) :].decode()

@@ -1,4 +1,4 @@
-"""Runs batches of script calls, packed by script and by node, and sent again if that is safe; scans all records."""
+"""Runs batches of script calls, packed by script and by node, and sent again if that is safe.  Scans all records."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .records import NOBODY, read_record
 from .scripts import FIND, PURGE, STATES, Script
 from .topology import Topology, read_redirection
 
-# Items of one script call.  The server does nothing else meanwhile, so this keeps a call well under a millisecond.
+# The most items of one script call.  The server does nothing else meanwhile, so a call should take under a millisecond.
 CALL_LIMIT = 64
 PAUSE = Backoff(base=0.02, cap=0.4)
 SHORTEST_ATTEMPT = 0.05  # seconds; if less time is left, the batch fails
 QUICK_ATTEMPTS = 3  # without a pause: an idle connection was closed, a slot has moved, the scripts were flushed
 
-# Error replies after which nothing has happened, so the call is sent again.  WRONG_SERVER: the server is no primary any
-# more, or its name means another server by now.
+# Error replies after which nothing has happened, so the call is sent again.  WRONG_SERVER: the server is no longer the
+# primary, or its host name now leads to another server.
 WRONG_SERVER = {"READONLY", "MASTERDOWN", "CLUSTERDOWN"}
 RETRIED = {"BUSY", "TRYAGAIN", *WRONG_SERVER}
-# A primary without its replicas: it may have been replaced, if there is somebody to ask.
-LONELY = "NOREPLICAS"
+# The primary has lost its replicas.  It may have been replaced, so the sentinels or the cluster are asked, if any.
+NO_REPLICAS = "NOREPLICAS"
 REFUSED = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
-# redis-py removes the first word of an error that it has a class for; which errors have one depends on its version.
+# redis-py removes the first word of an error if it has a class for it.  The classes depend on its version.
 CODES: dict[type[Exception], str] = {
     exceptions.AskError: "ASK",
     exceptions.ClusterDownError: "CLUSTERDOWN",
@@ -52,12 +52,12 @@ CODES: dict[type[Exception], str] = {
 }
 WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # before Redis 7
 
-ALL = -1  # replicas: as many as the sentinels or the cluster know of
+ALL = -1  # a number of replicas: all that the sentinels or the cluster know
 ASKING = pack("ASKING")
 
 
 class ScriptItem(msgspec.Struct, gc=False):
-    """One record's part in a call of *script*.  *holder* names a claim.
+    """One record's part in a call of *script*.  If it is a claim, *holder* is its name.
 
     If *script* is None, *args* are the words of a command for the primary with the number *server*.
     """
@@ -72,7 +72,7 @@ class ScriptItem(msgspec.Struct, gc=False):
 class ScriptCall(NamedTuple):
     """One command of a batch: the items with these *indexes*, which all have the same script.
 
-    *asking* is the node that the slot is being moved to.
+    *asking* is the node that their slot is being moved to, if the present node has said so.
     """
 
     indexes: Sequence[int]
@@ -80,7 +80,7 @@ class ScriptCall(NamedTuple):
 
 
 class CommandRunner:
-    """Sends items to the servers of *topology*.  *common* gives the arguments that every script call begins with."""
+    """Sends items to the servers of *topology*.  *common* returns the arguments that every script call begins with."""
 
     def __init__(self, topology: Topology, common: Callable[[], tuple[Any, ...]], *, timeout: float) -> None:
         self.topology = topology
@@ -88,12 +88,12 @@ class CommandRunner:
         self.timeout = timeout
 
     def run(self, items: Sequence[ScriptItem]) -> Plan[list[Any]]:
-        """The result of each item, or its own StoreError, within the timeout."""
+        """Return the result of each item, or its own OncemoreError, within the timeout."""
         return ScriptBatch(self, items).run()
 
 
 class NodeBatchers:
-    """One batcher for each node, so that a node that is slow or down delays only the callers who need it."""
+    """Keeps one batcher for each node, so that a node that is slow or down delays only its own callers."""
 
     def __init__(
         self, topology: Topology, run_batch: Callable[[list[Any]], Plan[Sequence[Any]]], **options: Any
@@ -115,10 +115,10 @@ class NodeBatchers:
 
 
 class ScriptBatch:
-    """Items that are sent together.  With *replicas*, a write counts only if so many replicas have it, or ALL.
+    """Items that are sent together.  A write counts only if *replicas* replicas have it; ALL means all known ones.
 
-    Two kinds of items may have been carried out although their result is an error: *uncertain*, without an answer, and
-    *uncounted*, which too few replicas have.
+    Two kinds of items may have been carried out although their result is an error: *uncertain* items were given up
+    after one or more attempts, and *unreplicated* items are on too few replicas.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class ScriptBatch:
         self.deadline = SYSTEM.monotonic() + min(runner.timeout, timeout or runner.timeout)
         self.results: list[Any] = [None] * len(items)
         self.uncertain: list[ScriptItem] = []
-        self.uncounted: list[ScriptItem] = []
-        self._calls = list(self._make_calls())  # to be sent, or sent again
-        self._errors: dict[int, OncemoreError] = {}  # why an item has to be sent again
-        self._unknown: set[Script | None] = set()  # scripts that a server did not have, and that are sent in full
-        self._lost = False  # the primary has to be located before the next attempt
+        self.unreplicated: list[ScriptItem] = []
+        self._calls = list(self._make_calls())  # the calls that have to be sent, or sent again
+        self._errors: dict[int, OncemoreError] = {}  # by index: why an item has to be sent again
+        self._missing: set[Script | None] = set()  # scripts that a server did not have, and that are sent in full
+        self._must_locate = False  # whether the primary has to be located before the next attempt
 
     def _make_calls(self) -> Iterator[ScriptCall]:
-        """One call for all items of a script; but one for each item in a cluster, where a call must keep to one slot."""
+        """Yield calls of many items with the same script.  In a cluster, a call has one item, to keep to one slot."""
         if not self.topology.one_primary:
             yield from [ScriptCall((index,)) for index in range(len(self.items))]
             return
@@ -150,7 +150,7 @@ class ScriptBatch:
                 yield ScriptCall(indexes[start : start + CALL_LIMIT])
 
     def run(self) -> Plan[list[Any]]:
-        """Send all calls, and the unanswered ones again, until every call is answered or the time is up."""
+        """Send all calls, and send the unanswered ones again until every call is answered or the time is up."""
         attempts = 0
         while True:
             yield from self._attempt()
@@ -165,13 +165,13 @@ class ScriptBatch:
                 yield Sleep(pause)
 
     def _time_left(self) -> float:
-        """Seconds for one write and its replies: at most half of the whole time, so that there is a second attempt."""
+        """Return the seconds for one write and its replies: at most half of the timeout, to allow a second attempt."""
         return max(SHORTEST_ATTEMPT, min(self.runner.timeout / 2, self.deadline - SYSTEM.monotonic()))
 
     def _attempt(self) -> Plan[None]:
-        """Send all that is unanswered, to each node in one write."""
+        """Send all unanswered calls, to each node in one write."""
         calls, self._calls = self._calls, []
-        if self._lost or not self.topology.known:
+        if self._must_locate or not self.topology.known:
             try:
                 yield from self.topology.locate(self._time_left())
             except ConfigurationError as error:
@@ -181,7 +181,7 @@ class ScriptBatch:
                 for call in calls:
                     self._send_again(call.indexes, error)
                 return
-            self._lost = False
+            self._must_locate = False
         by_address: dict[Address, list[ScriptCall]] = {}
         for call in calls:
             by_address.setdefault(self._address(call), []).append(call)
@@ -194,7 +194,7 @@ class ScriptBatch:
             except ConfigurationError as error:
                 self._fail(sent, error)
             except StoreError as error:
-                self._lose_primary(address)
+                self._forget_primary(address)
                 for call in sent:
                     self._send_again(call.indexes, error)
             else:
@@ -208,13 +208,13 @@ class ScriptBatch:
         return call.asking or self.topology.address(item.key)
 
     def _packets(self, calls: list[ScriptCall], timeout: float, replicas: int) -> list[bytes]:
-        """The commands of one write, each of which has one reply."""
+        """Return the commands of one write.  Each has one reply."""
         packets = []
         for call in calls:
             if call.asking:
                 packets.append(ASKING)
             packets.append(self._pack(call))
-        if replicas:  # on the same connection, or it would wait for somebody else's writes
+        if replicas:  # on the same connection, because WAIT waits for the writes of its connection
             packets.append(pack("WAIT", replicas, int(timeout * 800)))
         return packets
 
@@ -223,32 +223,32 @@ class ScriptBatch:
         script = items[0].script
         if script is None:
             return pack(*items[0].args)
-        words: list[Any] = [b"EVAL", script.source] if script in self._unknown else [b"EVALSHA", script.sha]
+        words: list[Any] = [b"EVAL", script.source] if script in self._missing else [b"EVALSHA", script.sha]
         words += (len(items), *[item.key for item in items], *self.runner.common())
         for item in items:
             words += item.args
         return pack(*words)
 
     def _fail(self, calls: list[ScriptCall], error: OncemoreError | None = None) -> None:
-        """No further attempt would pass, or there is no time for one: each item gets *error*, or the reason for its last attempt.
+        """Give each item *error*, or the error of its last attempt, because no further attempt is made.
 
-        An earlier attempt may have been carried out, so an undo is still due.
+        An earlier attempt may have been carried out, so the items are *uncertain*.
         """
         for index in (index for call in calls for index in call.indexes):
             self.results[index] = own_error(error or self._errors[index])
             self.uncertain.append(self.items[index])
 
     def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any], replicas: int) -> None:
-        """Give each item its part of its call's reply.  Of a write, so many *replicas* must know."""
+        """Give each item its part of its call's reply, or an error if fewer than *replicas* replicas have the write."""
         too_few = ""
         if replicas:
             count = replies.pop()
-            if isinstance(count, redis.ResponseError):  # from a replica, or to a user without the right
-                too_few = f"Redis does not wait for replicas: {reply_text(count)}"
+            if isinstance(count, redis.ResponseError):  # the server is a replica, or the user may not use WAIT
+                too_few = f"Redis refused WAIT, so its replicas may not have the write: {reply_text(count)}"
             elif count < replicas:
-                too_few = f"Only {count} of {replicas} replicas have the write"
+                too_few = f"Only {count} of {replicas} replicas have the write; try again when enough of them are up"
             if too_few:
-                self._lose_primary(address)  # it may have been replaced: ask before the next attempt
+                self._forget_primary(address)  # it may have been replaced
         remaining = iter(replies)
         for call in calls:
             if call.asking:
@@ -264,25 +264,25 @@ class ScriptBatch:
                     result = reply_error(result)
                 elif too_few:
                     result = StoreUnavailable(too_few)
-                    self.uncounted.append(self.items[index])
+                    self.unreplicated.append(self.items[index])
                 self.results[index] = result
 
     def _take_error(self, address: Address, call: ScriptCall, reply: redis.ResponseError) -> None:
-        """The whole call failed: most often nothing happened, and it can be sent again in another way."""
+        """Handle the failure of a whole call.  Usually nothing happened, and the call is sent again in another way."""
         text = reply_text(reply)
         code = error_code(text)
         error: OncemoreError = reply_error(reply)
         again, asking = [call.indexes], None
         if code == "NOSCRIPT":
-            self._unknown.add(self.items[call.indexes[0]].script)
+            self._missing.add(self.items[call.indexes[0]].script)
         elif code in ("MOVED", "ASK") and not self.topology.one_primary:
             slot, node = read_redirection(text, address)
             if code == "MOVED":  # for good
                 self.topology.move(slot, node)
             else:  # for this call
                 asking = node
-        elif code in WRONG_SERVER or (code == LONELY and self.topology.fails_over):
-            self._lose_primary(address)
+        elif code in WRONG_SERVER or (code == NO_REPLICAS and self.topology.fails_over):
+            self._forget_primary(address)
         elif code not in RETRIED:
             if code in ("MOVED", "ASK"):
                 error = ConfigurationError("The server is in a cluster: write redis+cluster:// in the URL")
@@ -293,10 +293,10 @@ class ScriptBatch:
         for indexes in again:
             self._send_again(indexes, error, asking)
 
-    def _lose_primary(self, address: Address) -> None:
-        """Locate the primary before the next attempt, and use none of the connections that are open to it."""
-        self._lost = True
-        if self.topology.one_primary:  # in a cluster, the nodes of other batches may be well
+    def _forget_primary(self, address: Address) -> None:
+        """Locate the primary before the next attempt, and use none of the present connections to *address* again."""
+        self._must_locate = True
+        if self.topology.one_primary:  # in a cluster, the nodes of other batches may be up
             self.topology.known = False
         self.topology.pool.drop(address)
 
@@ -306,24 +306,24 @@ class ScriptBatch:
 
 
 def reply_text(error: redis.ResponseError) -> str:
-    """The error as the server sent it, with its code in front."""
+    """Return the error as the server sent it, with its code in front."""
     code = CODES.get(type(error))
     return f"{code} {error}" if code else str(error)
 
 
 def error_code(text: str) -> str:
-    """The first word, which names the error; before Redis 7, an error within a script has it in the middle."""
+    """Return the word that names the error: the first, or, before Redis 7 in a script, one in the middle."""
     inside = WITHIN_SCRIPT.match(text)
     return inside[1] if inside else text.partition(" ")[0]
 
 
 def reply_error(error: redis.ResponseError) -> StoreError:
-    """The error for the caller if the server replied with *error*."""
+    """Return the error for the caller if the server replied with *error*."""
     text = reply_text(error)
     code = error_code(text)
     failure: StoreError
     if code == "WRONGTYPE":
-        failure = CorruptRecord("Something that is no record lies under this operation's key in Redis; remove it")
+        failure = CorruptRecord("The value at this operation's key in Redis is not a record of oncemore; remove it")
     elif code in RETRIED or code in REFUSED:
         failure = StoreUnavailable(f"Redis refused: {text}")
     else:
@@ -335,12 +335,12 @@ def reply_error(error: redis.ResponseError) -> StoreError:
 # Scans of all records, for operators.  Each step is short, so claims are not delayed.
 
 CURSOR = re.compile(r"([0-9]{0,9})\.([0-9]{1,20})\.([0-9a-f,]*)")
-RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
-STEP = 50  # keys at a time; a claim that arrives meanwhile waits until the server has scanned them
+RECORD = "{" + 40 * "[0-9a-f]" + "}"  # SCAN's pattern for the name of a record, without the prefix
+STEP = 50  # keys that SCAN looks at in one call; a claim that arrives meanwhile waits for it
 
 
 class ScanCursor(msgspec.Struct, frozen=True):
-    """The position of a scan: the server (None: all are done), SCAN's position there, and records found but not returned."""
+    """The state of a scan: the server (None: all are done), SCAN's position there, and records not yet returned."""
 
     server: int | None = 0
     position: int = 0
@@ -355,16 +355,16 @@ class ScanCursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, cursor: str) -> ScanCursor:
-        """From the text of a page's cursor."""
+        """Return the cursor for the text *cursor* of a page.  Raises InvalidPayload for any other text."""
         match = CURSOR.fullmatch(cursor)
         if match is None:
-            raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that this store has given")
+            raise InvalidPayload(f"{cursor[:40]!r} is not a cursor of this store: pass the cursor of the former page")
         server, position, pending = match.groups()
         return cls(int(server) if server else None, int(position), tuple(filter(None, pending.split(","))))
 
 
 class Scan:
-    """The scans of one store.  They are not batched with claims, so that neither waits for the other."""
+    """Scans the records of one store.  Scans are not batched with claims, so neither waits for the other."""
 
     def __init__(self, runner: CommandRunner, prefix: str) -> None:
         self.runner = runner
@@ -372,12 +372,12 @@ class Scan:
         self._purged = ScanCursor()
 
     def _run(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
-        """One result per key; None for a key that holds something else than a record."""
+        """Return one result per key, or None for a key that does not hold a record."""
         results = (yield from self.runner.run([ScriptItem(script, key) for key in keys])) if keys else []
         return [result_or_raise(result) for result in results]
 
     def _step(self, cursor: ScanCursor, pattern: str = RECORD) -> Plan[tuple[list[str], ScanCursor]]:
-        """The next keys, and the cursor behind them."""
+        """Return the next keys, and the cursor after them."""
         if cursor.pending or cursor.server is None:
             pending = [f"{self.prefix}:{{{name}}}" for name in cursor.pending]
             return pending, msgspec.structs.replace(cursor, pending=())
@@ -397,14 +397,14 @@ class Scan:
             keys, cursor = yield from self._step(cursor)
             answers = yield from self._run(FIND, keys)
             records = {key: read_record(NOBODY, *answer) for key, answer in zip(keys, answers, strict=True) if answer}
-            # An unreadable record does not tell its operation, and is left out.
+            # The operation of an unreadable record is not known, so the record is left out.
             found |= {key: each for key, each in records.items() if each.id != NOBODY and where.matches(each)}
         pending = tuple(key.partition("{")[2].rstrip("}") for key in tuple(found)[limit:])
         cursor = msgspec.structs.replace(cursor, pending=pending)
         return Page(tuple(found.values())[:limit], None if cursor.over else str(cursor))
 
     def purge(self, batch: int) -> Plan[int]:
-        """Continue the scan of the last purge, so that batch after batch scans the keys once."""
+        """Remove up to *batch* expired records.  Each batch continues the scan of the last one."""
         cursor, fresh, gone = self._purged, self._purged == ScanCursor(), 0
         while gone < batch and not (cursor.over and (gone or fresh)):
             if cursor.over:
@@ -433,13 +433,13 @@ class Scan:
         return Stats(**{name: counts[name] for name in Stats.__struct_fields__})
 
     def _states(self, keys: list[str]) -> Plan[list[tuple[str, list[bytes]]]]:
-        """The stored and the actual state of each key that holds a record."""
+        """Return each key that holds a record, with its stored state and its state by the clock."""
         states = yield from self._run(STATES, keys)
         return [(key, state) for key, state in zip(keys, states, strict=True) if state and state[0] != b"deleted"]
 
 
 def result_or_raise(result: Any) -> Any:
-    """The result, unless it is an error; None if something that is no record lies under the key."""
+    """Return the result, or None if the key does not hold a record.  Raises the result if it is another StoreError."""
     if isinstance(result, CorruptRecord):
         return None
     if isinstance(result, StoreError):

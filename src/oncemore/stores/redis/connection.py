@@ -1,7 +1,7 @@
-"""Connections to Redis: one write and its replies, from a thread or on an event loop, with a deadline.
+"""Connections to Redis: sends one write and reads its replies, on a thread or an event loop, with a deadline.
 
 redis-py connects, encrypts, logs in, sends and parses.  This module keeps the free connections, and closes a connection
-that still has to be answered.
+if some of its replies were not read.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ...errors import ConfigurationError, StoreError, StoreTimeout, StoreUnavail
 Address: TypeAlias = tuple[str, int] | None  # None: the server that the URL names
 FreeConnections: TypeAlias = dict[Address, list[tuple[int, Any]]]  # each with the generation in which it was opened
 
-# Every error that a connection may raise; a UnicodeError is a host name that cannot be looked up.
+# Every error that a connection may raise.  UnicodeError is raised for a host name that cannot be looked up.
 CONNECTION_ERRORS = (redis.RedisError, OSError, UnicodeError)
 ABANDONED = "the server is no longer the primary"
-LATE_TURNS = 2  # of a busy event loop, in which a reply that came in time is read
-CLOSE_SECONDS = 2.0  # TLS waits for the server's answer when it closes a connection
+LATE_TURNS = 2  # extra turns of a busy event loop, so that a reply that came in time is still read
+CLOSE_SECONDS = 2.0  # the timeout for closing a connection, because TLS waits for the server's answer
 
 
 def pack(*words: str | bytes | int) -> bytes:
-    """One command in the form in which it is sent.  redis-py's own packing for event loops takes several times as long."""
+    """Return one command in wire format.  redis-py's own packing for event loops takes several times as long."""
     packet: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packet
 
 
 class Connector:
-    """Makes redis-py connections that are not connected yet, with the options of *url*; *replaced* replace some of these.
+    """Makes redis-py connections that are not connected yet, with the options of *url*.  *replaced* overrides options.
 
     Raises TypeError, ValueError or redis.RedisError for an option that redis-py does not know.
     """
@@ -54,32 +54,32 @@ class Connector:
         self.open_on_loop(None)
 
     def open(self, address: Address, timeout: float) -> Any:
-        """A connection for threads, which takes at most *timeout* seconds to connect, to log in, and to send."""
+        """Return a connection for threads.  To connect and each later read or write may take *timeout* seconds."""
         kind, options = self._for_threads
-        return kind(**at(options, address, timeout))
+        return kind(**options_for(options, address, timeout))
 
     def open_on_loop(self, address: Address) -> Any:
-        """A connection for an event loop.  It has no timeouts, because redis-py would start a task for every write."""
+        """Return a connection for an event loop.  It has no timeouts: for them, redis-py starts a task per write."""
         kind, options = self._for_loops
-        return kind(**at(options, address, None))
+        return kind(**options_for(options, address, None))
 
     def pubsub(self, address: Address, timeout: float) -> Any:
-        """A redis-py PubSub, with the timeouts of `open`."""
+        """Return a redis-py PubSub with the timeouts of `open`."""
         kind, options = self._for_threads
-        client: Any = redis.Redis(connection_pool=redis.ConnectionPool(kind, **at(options, address, timeout)))
+        client: Any = redis.Redis(connection_pool=redis.ConnectionPool(kind, **options_for(options, address, timeout)))
         return client.pubsub()
 
 
-def at(options: dict[str, Any], address: Address, timeout: float | None) -> dict[str, Any]:
+def options_for(options: dict[str, Any], address: Address, timeout: float | None) -> dict[str, Any]:
     options = {**options, "socket_timeout": timeout, "socket_connect_timeout": timeout}
     return {**options, "host": address[0], "port": address[1]} if address else options
 
 
 class ConnectionPool:
-    """The connections that are open and not in use, by address: a free list for threads, and one for each event loop.
+    """Keeps the free connections by address: one list for all threads, and one for each event loop.
 
-    A connection becomes free again only if all replies to all that was sent on it were read.  After `drop`, the
-    connections of that address belong to an old generation, and are closed instead of being used again.
+    A connection becomes free again only if all replies to its commands were read.  After `drop`, the connections to
+    that address belong to an old generation, and are closed instead of being used again.
     """
 
     def __init__(self, connector: Connector) -> None:
@@ -89,10 +89,9 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._generations: dict[Address, int] = {}
-        self.abandoned: dict[Address, int] = {}  # how often each address was
-        self.in_use: dict[
-            Any, tuple[Address, asyncio.AbstractEventLoop | None]
-        ] = {}  # by connection; None: of a thread
+        self.abandoned: dict[Address, int] = {}  # how often each address was abandoned
+        # The address of each connection in use, and its event loop, or None for a thread.
+        self.in_use: dict[Any, tuple[Address, asyncio.AbstractEventLoop | None]] = {}
         self._breaking: set[asyncio.Future[None]] = set()
         self._threads: FreeConnections = {}
         self._loops: PerLoop[FreeConnections] = PerLoop(dict)
@@ -101,7 +100,7 @@ class ConnectionPool:
         return self._generations.setdefault(address, 0)
 
     def drop(self, address: Address) -> None:
-        """Use no connection again that is open to *address* now.  May be called on any thread."""
+        """Use none of the present connections to *address* again.  May be called on any thread."""
         self._generations[address] = self.generation(address) + 1
 
     def drop_all(self) -> None:
@@ -109,15 +108,15 @@ class ConnectionPool:
             self.drop(address)
 
     def abandon(self, address: Address) -> None:
-        """Break all connections to *address*, because it is no primary any more.  May be called on any thread.
+        """Break all connections to *address*, because it is no longer the primary.  May be called on any thread.
 
-        Commands under way fail, also if their replies arrive now, and can be sent to the new primary.
+        Commands under way fail even if their replies arrive.  They can be sent again to the new primary.
         """
         self.abandoned[address] = self.abandoned.get(address, 0) + 1
         self.drop(address)
         for connection, (place, loop) in tuple(self.in_use.items()):
             if place == address:
-                with suppress(Exception):  # it ends by itself at the same time, or its loop was closed
+                with suppress(Exception):  # another thread may be closing the connection, or its loop was closed
                     if loop is None:
                         connection.disconnect()
                     else:
@@ -129,9 +128,9 @@ class ConnectionPool:
         task.add_done_callback(self._breaking.discard)
 
     def take(self, address: Address, generation: int) -> Any:
-        """A free connection for this thread, or None."""
+        """Return a free connection for this thread, or None."""
         free = self._threads.setdefault(address, [])
-        with suppress(IndexError):  # not asked before, because other threads take connections at the same time
+        with suppress(IndexError):  # other threads take connections at the same time, so a check would not help
             while True:
                 opened, connection = free.pop()
                 if opened == generation:
@@ -146,7 +145,7 @@ class ConnectionPool:
             connection.disconnect()
 
     async def atake(self, address: Address, generation: int) -> Any:
-        """A free connection for the running event loop, or None."""
+        """Return a free connection for the running event loop, or None."""
         free = self._loops.get().setdefault(address, [])
         while free:
             opened, connection = free.pop()
@@ -162,14 +161,14 @@ class ConnectionPool:
             await connection.disconnect(nowait=True)
 
     def close(self) -> None:
-        """Close the free connections of threads.  All that are in use are closed when they are put back."""
+        """Close the free connections of threads.  Connections in use are closed when they are put back."""
         self.drop_all()
         for free in tuple(self._threads.values()):
             while free:
                 free.pop()[1].disconnect()
 
     async def aclose(self) -> None:
-        """Close the free connections of the running event loop; return when the sockets are closed: the loop may end next."""
+        """Close the free connections of the running event loop.  Wait for the sockets: the loop may end next."""
         for free in (self._loops.pop() or {}).values():
             while free:
                 with suppress(*CONNECTION_ERRORS):
@@ -182,13 +181,12 @@ class NotConnected(StoreUnavailable):
 
 
 class SendCommands(msgspec.Struct, gc=False):
-    """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
+    """Effect: send *packet* to *address* in one write, and return its *count* replies, error replies included.
 
-    A new connection is opened if none is free; with *connected*, NotConnected is raised instead.
+    If no connection is free, a new one is opened, or NotConnected is raised if *connected* is true.
     Raises ConfigurationError if the server refuses the login.  Raises StoreTimeout or StoreUnavailable if not all replies
-    came within *timeout* seconds; the server may have carried out the commands all the same.  On a thread, a reply that
-    has begun to arrive may take longer: redis-py's blocking sockets have a timeout for each read, that of the connection,
-    and none for a whole reply.
+    came within *timeout* seconds; the server may have carried out the commands nevertheless.  On a thread, a reply that
+    has begun to arrive may take longer, because redis-py's timeout applies to each read of the socket.
     """
 
     pool: ConnectionPool
@@ -209,9 +207,9 @@ class SendCommands(msgspec.Struct, gc=False):
         pool.in_use[connection] = (address, None)
         replies: list[Any] = []
         try:
-            connection.send_packed_command([self.packet])  # connects first, if need be
+            connection.send_packed_command([self.packet])  # connects first if necessary
             while len(replies) < self.count:
-                # The timeout of a socket stays as it was when it was opened, so another one needs a wait of its own.
+                # A socket keeps the timeout that it was opened with, so another timeout needs a separate wait.
                 unusual = connection.socket_timeout != self.timeout
                 if unusual and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
                     raise redis.TimeoutError("no reply")
@@ -221,10 +219,10 @@ class SendCommands(msgspec.Struct, gc=False):
                     replies.append(error)
             if pool.abandoned.get(address) != abandoned:
                 raise redis.ConnectionError(ABANDONED)
-        except BaseException as error:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
+        except BaseException as error:  # also Ctrl-C, because the next caller would read the late reply as its own
             with suppress(*CONNECTION_ERRORS):
                 connection.disconnect()
-            self._raise_own(error, abandoned)
+            self._raise_translated(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
@@ -256,7 +254,7 @@ class SendCommands(msgspec.Struct, gc=False):
                 raise redis.ConnectionError(ABANDONED)
         except BaseException as error:
             await connection.disconnect(nowait=True)
-            self._raise_own(error, abandoned)
+            self._raise_translated(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
@@ -267,11 +265,11 @@ class SendCommands(msgspec.Struct, gc=False):
         if self.connected:
             raise NotConnected("No connection to Redis is open yet")
 
-    def _raise_own(self, error: BaseException, abandoned: int | None) -> None:
-        """Raise the caller's error for *error*, unless that is not about the connection."""
+    def _raise_translated(self, error: BaseException, abandoned: int | None) -> None:
+        """Raise our error for *error* if it comes from the connection; otherwise return."""
         if isinstance(error, CONNECTION_ERRORS):
             raise connection_error(error, self.address) from error
-        # redis-py is surprised if another thread closes its connection.
+        # redis-py may raise any error if another thread closes its connection.
         if isinstance(error, Exception) and self.pool.abandoned.get(self.address) != abandoned:
             raise connection_error(redis.ConnectionError(ABANDONED), self.address) from error
 
@@ -279,18 +277,18 @@ class SendCommands(msgspec.Struct, gc=False):
 def expire(limit: asyncio.Timeout, turns: int = LATE_TURNS) -> None:
     """End *limit* after some more turns of the loop.
 
-    A loop that was busy reads a reply that came in time only in its next turn, and wakes the reader in the turn after that.
+    A loop that was busy reads a reply that came in time only in its next turn, and wakes the reader one turn later.
     """
     loop = asyncio.get_running_loop()
     if turns:
         loop.call_soon(expire, limit, turns - 1)
     else:
-        with suppress(RuntimeError):  # it has ended meanwhile
+        with suppress(RuntimeError):  # the limit has ended meanwhile
             limit.reschedule(loop.time())
 
 
 def connection_error(error: BaseException, address: Address) -> StoreError | ConfigurationError:
-    """The error for the caller if a connection to *address* could not be opened, or broke."""
+    """Return the error for the caller if a connection to *address* could not be opened, or broke."""
     server = "Redis at {}:{}".format(*address) if address else "Redis"
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return StoreTimeout(f"{server} did not answer in time")

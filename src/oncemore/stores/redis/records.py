@@ -1,4 +1,4 @@
-"""Operations, outcomes and records in the form in which Redis stores them, and back."""
+"""Converts operations, outcomes and records to the form that Redis stores, and back."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..._runtime.wakeups import Id
 from ...errors import InvalidKey
 
 MICRO = 1_000_000
-LONGEST = 3_200_000_000.0  # seconds, a century; Lua has no exact numbers for longer times in microseconds
+LONGEST = 3_200_000_000.0  # seconds, a century; Lua's numbers are not exact for longer times in microseconds
 NOBODY = ("\0", "\0")
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class RedisRow(msgspec.Struct, array_like=True):
-    """A stored record: the fields of `scripts.FIELDS`, in their order, and then one or two more.
+    """A stored record: the fields of `scripts.FIELDS` in their order, and up to two more.
 
-    These are the outcome and its hash, if it is settled; otherwise the request, if there is one, in the outcome's place.
+    A settled record also has its outcome and the outcome's hash.  Another record may have its request in *outcome*.
     """
 
     state: State
@@ -50,16 +50,16 @@ decode_row = msgspec.msgpack.Decoder(RedisRow).decode
 
 
 def digest(id: Id) -> str:
-    """The name of an operation's record; the length keeps the two parts apart."""
+    """Return the name of an operation's record.  The length keeps scope and key apart."""
     try:
         scope = id[0].encode()
         return blake2b(b"%d:%b%b" % (len(scope), scope, id[1].encode()), digest_size=20).hexdigest()
     except UnicodeEncodeError as error:
-        raise InvalidKey("The key, or the scope, holds half a character (a lone surrogate)") from error
+        raise InvalidKey("The key or the scope contains half a character (a lone surrogate): remove it") from error
 
 
 def fields(*values: str | bytes | bool) -> bytes:
-    """Consecutive fields of a record, fewer than sixteen, as they are stored."""
+    """Encode consecutive fields of a record, fewer than sixteen."""
     try:
         return encode(values)[1:]  # without the byte that makes them an array
     except (UnicodeEncodeError, TypeError):  # msgpack refuses a lone surrogate, and a subclass of str
@@ -67,7 +67,7 @@ def fields(*values: str | bytes | bool) -> bytes:
 
 
 def clean(text: str) -> str:
-    """The plain text, with every lone surrogate written out."""
+    """Return *text* as a plain str, with every lone surrogate written as an escape such as `\\ud800`."""
     return str.__str__(text) if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -76,14 +76,14 @@ def outcome_fields(outcome: Outcome) -> bytes:
 
 
 def micros(seconds: float) -> int:
-    """A duration as the scripts count it."""
+    """Return a duration in whole microseconds, at most LONGEST."""
     return int(seconds * MICRO) if seconds < LONGEST else int(LONGEST * MICRO)
 
 
 def read_record(id: Id, now: int, value: bytes) -> Record:
-    """The record *id*.  One that cannot be read is shown as settled with a tombstone, so that the caller gets an answer.
+    """Return the record *id*.  A record that cannot be read is returned as settled with a tombstone.
 
-    The same holds for a record that was moved here from another operation: its outcome must not be shown to this caller.
+    The same is done if the value belongs to another operation, because this caller must not see that outcome.
     A scan does not know which operation a record belongs to, and passes NOBODY.
     """
     try:

@@ -1,12 +1,11 @@
 """The Lua scripts of the Redis store, one for each verb.  Each is atomic, uses the server's clock, and may be sent twice.
 
-A record is a string with one msgpack array: FIELDS, and then the request of a record that is not settled, if it has one,
-or the outcome and its hash of a settled record.  A hash of the same fields would take twice the memory and twice the
-server's time.  Times are whole microseconds.
+A record is a string with one msgpack array.  It begins with FIELDS.  A settled record then has its outcome and the
+outcome's hash; another record may have its request there.  A Redis hash of the same fields would take twice the memory
+and twice the server's time.  Times are whole microseconds.
 
-One call carries any number of items of the same verb: KEYS are the records, ARGV the clock's shift, the channel for
-wake-ups, and then the arguments of each item.  In a cluster, where records are in different slots, each item is a call
-of its own.
+One call carries any number of items of the same verb.  KEYS are the records.  ARGV are the clock's shift, the channel
+for wake-ups, and the arguments of each item.  In a cluster, records are in different slots, so each item is a call.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-# The scripts rewrite the head.  The other fields they copy as they are; of these they read only holder and fingerprint.
+# The scripts rewrite the head, and copy the other fields unchanged.  Most of them read only the head.
 HEAD = (
     "state", "token", "attempts", "created_at", "lease_until", "settled_at", "expires_at", "accessed_at", "note",
     "audit", "watched", "lapsed", "decision",
@@ -23,7 +22,7 @@ FIELDS = (*HEAD, "holder", "fingerprint", "scope", "key", "name")
 
 # The clock decides the state as in _ledger/states.py.  A deleted record leaves its token behind for a day, so that the
 # next token is higher even if the clock was set back.  For the same reason, settled and released records stay for a minute
-# after they have expired.  Records that are kept for the audit stay until they are archived.
+# after they have expired.  Records that are kept for an audit stay until they are archived.
 CAPITALS = re.compile(r"\b[A-Z_]+\b")
 ARGUMENT = re.compile(r"ARGV\[a(?: \+ (\d+))?\]")
 PRELUDE = r"""
@@ -31,7 +30,7 @@ local time = redis.call('TIME')
 local real = time[1] * 1000000 + time[2]
 local now = real + ARGV[1]
 local GRACE, DAY = 60000, 86400000
--- The first bytes of an array of 13, 14, 18, 19 or 20 fields: ASKED is an open record with a request.
+-- The first bytes of an array of 13, 14, 18, 19 or 20 fields.  ASKED is an open record with a request.
 local DELETED, UNCLAIMED, OPEN, ASKED, SETTLED = '\220\0\13', '\220\0\14', '\220\0\18', '\220\0\19', '\220\0\20'
 local pack, peek = cmsgpack.pack, cmsgpack.unpack_limit
 
@@ -45,7 +44,8 @@ local function state_now(state, lease_until, expires_at)
   return state == 'held' and state or state == 'deleted' and 'absent' or 'unreadable'
 end
 
--- The fields up to *last*, and the state by the clock as `now`; nil if there is no record, an error if it is no string.
+-- Return the fields up to *last*, with the state by the clock as `now`.  Return nil if there is no record, and an error
+-- if the value is not a string.
 local function read(key, last)
   local value = redis.pcall('GET', key)
   if not value or type(value) == 'table' then
@@ -67,12 +67,12 @@ local function save(key, value, expiry)
   end
 end
 
--- The end of the last field that every record has, if there is something behind it.
+-- Return the end of the last field that every record has, or -1 if nothing follows it.
 local function name_end(r)
   return (peek(r.value, NAME - 2, 3))
 end
 
--- Write the record with its changed head.  An outcome, with its hash, takes the place of the request.
+-- Write the record with its changed head.  If *outcome* (packed with its hash) is given, it replaces the request.
 local function write(key, r, expiry, outcome)
   local header, rest = string.sub(r.value, 1, 3), r[2] > 0 and string.sub(r.value, r[2] + 1) or ''
   if outcome then
@@ -96,7 +96,7 @@ local function archive(key, r)
   redis.call('RENAME', key, key .. ':' .. string.format('%.0f', r[TOKEN]))
 end
 
--- A wake-up that cannot be sent must not undo the write; a waiter also looks by itself, now and then.
+-- A wake-up that cannot be sent must not fail the script.  Waiters also look by themselves, after each `poll`.
 local function notify(scope, name)
   redis.pcall('PUBLISH', ARGV[2], #scope .. ':' .. scope .. name)
 end
@@ -109,13 +109,13 @@ local function notify_if_watched(r)
   end
 end
 
--- Write the record as it is, for a verb that is sent again.  WAIT returns at once after a call that writes nothing, although
+-- Write the record unchanged, for a verb that is sent again.  Without a write, WAIT would return immediately, although
 -- the replicas may not have the first call's write.
 local function write_again(key, r)
   redis.call('SET', key, r.value, 'KEEPTTL')
 end
 
--- The owner's record; and 1 if it is running, 2 if it is in the state *target* already, 0 if the token is another.
+-- Return the record, and 1 if the caller owns it and it is running, 2 if it is already in the state *target*, else 0.
 local function owned(key, token, target)
   local r = read(key, DECISION)
   if not r or r.err then
@@ -143,7 +143,7 @@ return answers
 
 
 class Script:
-    """One verb in Lua, with as many arguments for each item as it reads."""
+    """One verb in Lua.  The number of arguments of each item is found in the text of the verb."""
 
     def __init__(self, verb: str) -> None:
         arguments = {int(number or 0) for number in ARGUMENT.findall(verb)}
@@ -155,9 +155,9 @@ class Script:
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
 
 
-# lease, packed fields from holder to name, packed request or '' → the token, which is the time, of a first claim;
-# {token, lease_until, attempts, lapsed} of a later one; or {now, record} of the record that prevents it.
-# A claim that is sent twice is granted twice, with the same token; but not after its lease has ended.
+# lease, packed fields from holder to name, packed request or '' → for a first claim, the token, which is the time;
+# for a later claim, {token, lease_until, attempts, lapsed}; if a record prevents the claim, {now, record}.
+# A claim that is sent twice is granted twice, with the same token, if the record is still stored as running.
 CLAIM = Script("""
 local function grant(key, a, token, attempts, created_at, watched, lapsed, request)
   local lease_until = now + ARGV[a]
@@ -208,8 +208,8 @@ local function verb(key, a)
 end
 """)
 
-# holder → 1 if the claim with that name was granted and is undone; otherwise 0.
-# A first attempt leaves its token and holder behind for a minute: a copy of the claim may still be on its way.
+# holder → 1 if the claim of that holder was granted and is now undone; otherwise 0.
+# A first attempt leaves its token and holder for a minute, so that a late copy of the claim is not granted.
 UNCLAIM = Script("""
 local function verb(key, a)
   local r = read(key, HOLDER)
@@ -230,7 +230,7 @@ local function verb(key, a)
 end
 """)
 
-# token, lease → lease_until, or 0 for a late owner.  A lease of 0 ends it now, so the waiters are notified.
+# token, lease → lease_until, or 0 for a late owner.  If *lease* is 0, it ends now, so the waiters are notified.
 RENEW = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'running')
@@ -262,7 +262,7 @@ local function verb(key, a)
 end
 """)
 
-# token, retention → as settle.  After one with a retention of 0, a second one does not find the record released.
+# token, retention → as SETTLE.  With retention 0 the record expires immediately, so a repeat compares the stored state.
 RELEASE = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'released')
@@ -278,7 +278,7 @@ local function verb(key, a)
 end
 """)
 
-# token, note → as settle.
+# token, note → as SETTLE.
 HOLD = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'held')
@@ -318,7 +318,7 @@ local function verb(key)
 end
 """)
 
-# → the state as stored and by the clock; nothing if it is no record.
+# → {the stored state, the state by the clock}, or nothing if the key does not hold a record.
 STATES = Script("""
 local function verb(key)
   local r = read(key, DECISION)
@@ -329,7 +329,7 @@ local function verb(key)
 end
 """)
 
-# nonce, retention, note, settled or released, outcome and its hash → {now, record}, or the state that forbids it.
+# nonce, retention, note, 'settled' or 'released', outcome and its hash → {now, record}, or the state that forbids it.
 RESOLVE = Script("""
 local function verb(key, a)
   local r = read(key, DECISION)
@@ -379,7 +379,7 @@ local function verb(key, a)
 end
 """)
 
-# → 1 if the record had expired and is gone now; it is archived if its rule asks for that.
+# → 1 if the record had expired and was removed, or archived if its rule says so; otherwise 0.
 PURGE = Script("""
 local function verb(key)
   local r = read(key, DECISION)

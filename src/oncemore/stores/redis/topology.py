@@ -1,4 +1,4 @@
-"""Which server has which record: the server of the URL, the primary that sentinels name, or the nodes of a cluster."""
+"""Finds the server of a record: the server of the URL, the primary that sentinels name, or a node of a cluster."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ REDIS_PORT = 6379
 SEPARATOR = re.compile(r"[/?#]")  # the host is between the second and the third of these
 
 QUESTION_PAUSE = 0.25  # seconds between two questions to a sentinel, or to the nodes of a cluster
-ASK_SECONDS = 0.5  # for one of these to answer
+ASK_SECONDS = 0.5  # the longest wait for the answer of one server to such a question
 
 
 class Topology:
     """Knows the address of the primary for each key: here the one server that the URL names.
 
-    If *known* is False, `locate` has to be called before the next attempt; until it succeeds, the last known address is
-    used.  With *one_primary*, one script call may carry many records.  With *fails_over*, another server may become the
-    primary; `watch` then has it noticed within half a second.
+    If *known* is false, `locate` has to be called before the next attempt.  Until it succeeds, the last known address
+    is used.  If *one_primary* is true, one script call may carry many records.  If *fails_over* is true, another server
+    may become the primary, and `watch` notices that within half a second.
     """
 
     one_primary = True
@@ -44,7 +44,7 @@ class Topology:
 
     def __init__(self, connector: Connector) -> None:
         self.pool = ConnectionPool(connector)
-        self.pools = [self.pool]  # all that have to be closed
+        self.pools = [self.pool]  # all pools that have to be closed
         self.known = True
         self.primary: Address = None
         self.changes = 0  # how often a primary was replaced
@@ -53,15 +53,15 @@ class Topology:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()  # of what is known: callers and watchers learn at the same time
+        self._lock = threading.Lock()  # callers and watchers may change the known primaries at the same time
 
     def locate(self, timeout: float) -> Plan[None]:
-        """Find out which server is the primary.  Raises StoreError if nobody knows it."""
+        """Find out which server is the primary.  Raises one of STORE_FAILURES if no server tells."""
         self.known = True
         yield from ()
 
     def watch(self) -> None:
-        """Notice from now on, on background threads, if another server becomes the primary."""
+        """Start the background threads that notice if another server becomes the primary."""
         for watcher in self.watchers:
             watcher.listen()
 
@@ -76,7 +76,7 @@ class Topology:
         return [self.primary]
 
     def replicas(self, primary: Address) -> int:
-        """How many replicas it should have, also if some are down."""
+        """Return the number of replicas that *primary* should have, including those that are down."""
         raise NotImplementedError
 
     def move(self, slot: int, address: Address) -> None:
@@ -84,11 +84,11 @@ class Topology:
 
 
 class SentinelTopology(Topology):
-    """The server that the sentinels name as the primary of *service*.
+    """Knows the server that the sentinels name as the primary of *service*.
 
-    All of them are asked, at first and after each failure, and the answer with the highest epoch counts, because a
-    sentinel may not have noticed a failover yet.  An answer that is older than one that was heard before counts only if
-    all sentinels agree.
+    All of them are asked, at first and after each failure.  The answer with the highest epoch counts, because a
+    sentinel may not have noticed a failover yet.  If that epoch is lower than one from an earlier answer, it counts
+    only if all sentinels have answered.
     """
 
     fails_over = True
@@ -102,7 +102,7 @@ class SentinelTopology(Topology):
         self.sentinels = sentinels
         self.service = service
         self.known = False
-        self.watchers = [Watcher(partial(self._ask_and_hear, sentinel)) for sentinel in sentinels]
+        self.watchers = [Watcher(partial(self._ask_and_use, sentinel)) for sentinel in sentinels]
         self._epoch = -1
         self._replicas = 0
 
@@ -118,8 +118,8 @@ class SentinelTopology(Topology):
             raise reason
         latest = max(views, key=lambda view: view.epoch, default=None)
         if latest is not None and len(views) == len(self.sentinels):
-            self._epoch = min(self._epoch, latest.epoch)  # they were set up anew
-        if latest is None or not self.hear(latest):
+            self._epoch = min(self._epoch, latest.epoch)  # it is lower if the sentinels were set up anew
+        if latest is None or not self.use(latest):
             raise StoreUnavailable(
                 f"No sentinel knows a primary for {self.service!r}" + (f": {reason}" if reason else "")
             )
@@ -127,7 +127,7 @@ class SentinelTopology(Topology):
 
     def ask(self, sentinel: Address, timeout: float) -> Plan[SentinelView]:
         """Return the view of *sentinel*.  Raises StoreUnavailable if it does not know the service."""
-        # Not only MASTER: during a failover, it names the old primary for some time after the new one was promoted.
+        # MASTER is not enough: in a failover, it names the old primary for some time after the new one was promoted.
         question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service) + pack("SENTINEL", "MASTER", self.service)
         replies = yield SendCommands(self.sentinel_pool, sentinel, question, 2, min(timeout / 2, ASK_SECONDS))
         for reply in replies:
@@ -135,11 +135,11 @@ class SentinelTopology(Topology):
                 raise StoreUnavailable(str(reply))
         return read_sentinel_view(*replies)
 
-    def _ask_and_hear(self, sentinel: Address) -> Plan[None]:
-        self.hear((yield from self.ask(sentinel, 2 * ASK_SECONDS)))
+    def _ask_and_use(self, sentinel: Address) -> Plan[None]:
+        self.use((yield from self.ask(sentinel, 2 * ASK_SECONDS)))
 
-    def hear(self, view: SentinelView) -> bool:
-        """Use the primary of *view*, unless it is down, or a later view is known; whether it is used.  On any thread."""
+    def use(self, view: SentinelView) -> bool:
+        """Use the primary of *view* and return True, unless it is down or a later view is known.  On any thread."""
         with self._lock:
             if view.primary is None or view.epoch < self._epoch:
                 return False
@@ -155,12 +155,12 @@ class SentinelTopology(Topology):
 
 
 class ClusterTopology(Topology):
-    """The primaries of a cluster and the slots that each has: learned from all nodes, corrected by MOVED replies.
+    """Knows the primaries of a cluster and their slots.  All nodes are asked, and MOVED replies correct the answers.
 
-    For each slot the view with the highest epoch counts, as in the cluster itself.  A primary that was frozen and replaced
-    does not know it when it wakes, and would go on to grant claims.
-    Our own map, because redis-py's cluster client believes the first node that it asks, and because a write and its WAIT
-    must share a connection.
+    For each slot, the answer with the highest epoch counts, as in the cluster itself.  A primary that was frozen and
+    replaced does not know that when it wakes, and would go on to grant claims.
+    redis-py's cluster client is not used, because it believes the first node that it asks, and because a write and its
+    WAIT must share a connection.
     """
 
     one_primary = False
@@ -168,17 +168,17 @@ class ClusterTopology(Topology):
 
     def __init__(self, connector: Connector, nodes: list[Address]) -> None:
         super().__init__(connector)
-        self.nodes = nodes  # of the URL
+        self.nodes = nodes  # the nodes that the URL names
         self.known = False
         self.watchers = [Watcher(partial(self.locate, 2 * ASK_SECONDS))]
-        self._others: list[Address] = []  # nodes that are not in the URL
-        self._heard: set[SlotRange] = set()  # in the latest answers
-        self._ranges: list[SlotRange] = []  # the latest for each slot
+        self._others: list[Address] = []  # known nodes that are not in the URL
+        self._last_ranges: set[SlotRange] = set()  # the ranges in the latest answers
+        self._ranges: list[SlotRange] = []  # the ranges in use, of which each has the highest epoch for some slot
         self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
     def locate(self, timeout: float) -> Plan[None]:
         question = pack("CLUSTER", "SLOTS") + pack("CLUSTER", "NODES")
-        heard: list[SlotRange] = []
+        reported: list[SlotRange] = []
         answered: set[Address] = set()
         reason: Exception | None = None
         nodes = list(dict.fromkeys([*self.nodes, *self._others]))
@@ -191,34 +191,34 @@ class ClusterTopology(Topology):
                 reason = error
                 continue
             answered.add(node)
-            heard += read_ranges(slots, about if isinstance(about, bytes) else b"", node)
-        if not heard:
+            reported += read_ranges(slots, about if isinstance(about, bytes) else b"", node)
+        if not reported:
             if isinstance(reason, ConfigurationError):
                 raise reason
             raise StoreUnavailable(
                 "No node of the Redis cluster knows which node has which slot" + (f": {reason}" if reason else "")
             )
-        self._use(heard, answered)
+        self._use(reported, answered)
         self.known = True
 
-    def _use(self, heard: list[SlotRange], answered: set[Address]) -> None:
+    def _use(self, reported: list[SlotRange], answered: set[Address]) -> None:
         with self._lock:
-            replaced = self._learn(heard, answered)
+            replaced = self._learn(reported, answered)
         for primary in replaced:
             self.changes += 1
             self.pool.abandon(primary)
 
-    def _learn(self, heard: list[SlotRange], answered: set[Address]) -> set[Address]:
-        """Make a new map of the slots; the primaries that are in it no more."""
-        if self._heard == {*heard}:
+    def _learn(self, reported: list[SlotRange], answered: set[Address]) -> set[Address]:
+        """Make a new map of the slots, and return the primaries that are no longer in it."""
+        if self._last_ranges == {*reported}:
             return set()
         former = {each.primary for each in self._ranges}
-        self._heard = {*heard}
-        # The view before counts as another one; but not if all of its primaries have gone.
-        ranges = {*heard, *(self._ranges if former & answered else ())}
+        self._last_ranges = {*reported}
+        # The ranges in use count as another answer, unless none of their primaries has answered.
+        ranges = {*reported, *(self._ranges if former & answered else ())}
         latest: list[SlotRange | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        # Replicas come and go without a new epoch, and some nodes know of them sooner than others.
-        for each in sorted(ranges, key=lambda each: (each.epoch, each in self._heard, each.replica_count)):
+        # Replicas come and go without a new epoch, and some nodes notice them sooner than others.
+        for each in sorted(ranges, key=lambda each: (each.epoch, each in self._last_ranges, each.replica_count)):
             latest[each.first : each.last + 1] = [each] * (each.last + 1 - each.first)
         self._slots = [each and each.primary for each in latest]
         self._ranges = [each for each in dict.fromkeys(latest) if each]
@@ -240,13 +240,13 @@ class ClusterTopology(Topology):
         return latest.replica_count if latest else 0
 
     def move(self, slot: int, address: Address) -> None:
-        """Use *address* for *slot*, because a node says so, until the nodes are asked again: that one may be behind."""
+        """Use *address* for *slot* until all nodes are asked again: the node that named it may be out of date."""
         self._slots[slot] = address
-        self._heard = set()
+        self._last_ranges = set()
 
 
 class Watcher(Listener[Any]):
-    """Runs the plan that *ask* makes, four times a second, on a thread of its own: nobody announces a new primary reliably."""
+    """Runs the plan of *ask* four times a second, on its own thread: no server announces a failover reliably."""
 
     name = "oncemore-topology"
 
@@ -259,12 +259,12 @@ class Watcher(Listener[Any]):
 
     def receive(self, connection: Any, seconds: float) -> None:
         time.sleep(QUESTION_PAUSE)
-        with suppress(*STORE_FAILURES):  # no server answers, or lets us in; callers notice that themselves
+        with suppress(*STORE_FAILURES):  # no server answers, or accepts the login; callers notice that themselves
             run(self.ask())
 
 
 class SentinelView(NamedTuple):
-    """The view of one sentinel: the primary since *epoch*, or None if it is down; and how many replicas it has."""
+    """The view of one sentinel: the primary since *epoch*, or None if it is down, and the number of its replicas."""
 
     epoch: int
     primary: Address
@@ -278,12 +278,12 @@ class SlotRange(NamedTuple):
     first: int
     last: int
     primary: Address
-    replicas: tuple[Address, ...]  # those that are up
-    replica_count: int  # of all
+    replicas: tuple[Address, ...]  # the replicas that are up
+    replica_count: int  # the number of all replicas, including those that are down
 
 
 def read_sentinel_view(place: list[bytes] | None, about: list[bytes]) -> SentinelView:
-    """From the replies to SENTINEL GET-MASTER-ADDR-BY-NAME, and to MASTER, which has names and values in turn."""
+    """Return the view in the replies to SENTINEL GET-MASTER-ADDR-BY-NAME, and to MASTER: names and values in turn."""
     values = dict(zip(about[::2], about[1::2], strict=True))
     flags = values[b"flags"].split(b",")
     primary = (place[0].decode(), int(place[1])) if place else None
@@ -294,14 +294,14 @@ def read_sentinel_view(place: list[bytes] | None, about: list[bytes]) -> Sentine
 
 
 def read_ranges(ranges: list[Any], about: bytes, asked: Address) -> list[SlotRange]:
-    """From the replies to CLUSTER SLOTS, which has the nodes as clients should call them, and to CLUSTER NODES."""
-    # Of each node: id, place, flags, id of its primary or -, two times, epoch, ...
+    """Return the ranges in the replies to CLUSTER SLOTS, which has the addresses for clients, and to CLUSTER NODES."""
+    # The fields of a node: id, address, flags, id of its primary or -, two times, epoch, ...
     nodes = [parts for line in about.splitlines() if len(parts := line.split(b" ")) > 6]
     epochs = {node[0]: int(node[6]) for node in nodes}
     followed = Counter(node[3] for node in nodes)
     found = []
     for first, last, primary, *replicas in ranges:
-        places = [named(host.decode() if host else "", port, asked) for host, port, *_ in (primary, *replicas)]
+        places = [node_address(host.decode() if host else "", port, asked) for host, port, *_ in (primary, *replicas)]
         id = primary[2] if len(primary) > 2 else b""
         count = max(len(replicas), followed[id])
         found.append(SlotRange(epochs.get(id, 0), first, last, places[0], tuple(places[1:]), count))
@@ -309,14 +309,14 @@ def read_ranges(ranges: list[Any], about: bytes, asked: Address) -> list[SlotRan
 
 
 def read_redirection(text: str, asked: Address) -> tuple[int, Address]:
-    """The slot and its node, from an error such as `MOVED 3999 127.0.0.1:6381`."""
+    """Return the slot and its node from an error such as `MOVED 3999 127.0.0.1:6381`."""
     _, slot, place = text.split(" ")
     host, _, port = place.rpartition(":")
-    return int(slot), named(host, int(port), asked)
+    return int(slot), node_address(host, int(port), asked)
 
 
-def named(host: str, port: int, asked: Address) -> Address:
-    """A node that does not know its own name is at the host that was *asked*."""
+def node_address(host: str, port: int, asked: Address) -> Address:
+    """Return the address of a node.  A node that does not know its own host is at the host that was *asked*."""
     return host or (asked[0] if asked else "localhost"), port
 
 
@@ -324,7 +324,7 @@ def named(host: str, port: int, asked: Address) -> Address:
 
 
 def read_topology(url: str) -> Topology:
-    """The servers that the URL names.  Raises ConfigurationError for a mistake in it; opens nothing."""
+    """Return the topology that the URL names.  Opens nothing.  Raises ConfigurationError for a mistake in the URL."""
     try:
         parts = urlsplit(url)
         path = parts.path.strip("/")
@@ -345,7 +345,7 @@ def read_topology(url: str) -> Topology:
 
 
 def read_sentinel(parts: SplitResult) -> SentinelTopology:
-    """redis+sentinel://login@host,host/service/db"""
+    """Return the topology of a URL such as redis+sentinel://login@host,host/service/db."""
     service, _, db = unquote(parts.path).strip("/").partition("/")
     if not service or not (db or "0").isdecimal():
         raise ValueError("after the hosts, write the service's name and the database's number, as in /mymaster/0")
@@ -358,7 +358,7 @@ def read_sentinel(parts: SplitResult) -> SentinelTopology:
 
 
 def plain_url(parts: SplitResult) -> str:
-    """The URL as redis-py reads it, with the first of its hosts; `tls=true` makes it rediss://."""
+    """Return the URL as redis-py reads it, with only the first host.  `tls=true` makes it rediss://."""
     options = dict(parse_qsl(parts.query))
     scheme = "rediss" if options.pop("tls", "").lower() in ("true", "1") else "redis"
     login, at, hosts = parts.netloc.rpartition("@")
@@ -367,6 +367,6 @@ def plain_url(parts: SplitResult) -> str:
 
 
 def read_addresses(parts: SplitResult, port: int) -> list[Address]:
-    """Each host and port of a list such as `a:7000,b,[::1]:7001`."""
+    """Return each host and port of a list such as `a:7000,b,[::1]:7001`.  The default port is *port*."""
     hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
     return [(host.hostname or "localhost", host.port or port) for host in hosts]

@@ -1,24 +1,24 @@
-"""PostgreSQL decides, Redis remembers: a ledger in PostgreSQL that also copies its settled outcomes to Redis.
+"""A ledger in PostgreSQL that copies its settled outcomes to Redis, and answers replays from there.
 
     redis+postgresql://user@host/db?redis=redis%3A%2F%2Fhost%3A6379%2F0
 
-Everything before `redis=` is the URL of the PostgreSQL ledger, with all of its options; the value of `redis=` is the
-URL of the Redis server, percent-encoded.  Needs `pip install 'oncemore[postgres,redis]'`.  Other options of ours:
+Everything before `redis=` is the URL of the PostgreSQL ledger, with all of its options.  The value of `redis=` is the
+URL of the Redis server, percent-encoded.  Needs `pip install 'oncemore[postgres,redis]'`.  Other options:
 
-    budget=5ms     how long a look into Redis may take before the request goes on with PostgreSQL
+    budget=5ms     how long a lookup in Redis may take before the request goes on with PostgreSQL
     cap=1h         how long a copy is kept at most, even if the outcome is kept for longer
     largest=65536  outcomes of more bytes than this are not copied
 
-Every claim, settle and release goes to PostgreSQL.  A claim looks into Redis first: if it finds a copy of the settled
-outcome, the request is answered without PostgreSQL.  Copies are safe because settled outcomes never change:
+Every settle and release goes to PostgreSQL.  A claim looks in Redis first.  If it finds a copy of the settled outcome,
+the request is answered without PostgreSQL; otherwise PostgreSQL decides.  Settled outcomes never change, so copies are
+safe under these rules:
 
-- A copy is written after the commit, never before.  That there is *no* record is never remembered.
-- The name of a copy has the identity and the timeline of the PostgreSQL server.  A server that was promoted has another
-  timeline, so the copies of outcomes that a failover has lost are not found any more.
+- A copy is written after the commit, never before.  The absence of a record is never stored.
+- The name of a copy contains the identity and the timeline of the PostgreSQL server.  A promoted server has another
+  timeline, so copies of outcomes that a failover has lost are not found any more.
 - Copies are used only while this process's own connection to the primary is open and answers.
-- A copy that is not whole, of another version, of another operation, for another fingerprint or past its retention is
-  not used.
-- A deleted or resolved record has its copy replaced by a mark, before the change and after it, and no process can write
+- A copy is not used if it is damaged, expired, or of another version, operation or fingerprint.
+- If a record is deleted or resolved, its copy is replaced by a mark, before and after the change.  No process can write
   a copy while the mark is there.
 """
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {"redis": "", "budget": 0.005, "cap": 3600.0, "largest
 
 
 def connect(url: str) -> TieredStore:
-    """The ledger at *url*; nothing is opened before it is used."""
+    """Return the ledger at *url*.  Nothing is opened before it is used."""
     scheme, _, rest = url.partition("://")
     if scheme == "redis+sqlite":
         raise no_primary("SQLite")
@@ -63,15 +63,15 @@ def connect(url: str) -> TieredStore:
 
 
 def schema(url: str) -> str:
-    """The script that creates the tables of the primary; Redis needs nothing."""
+    """Return the script that creates the tables of the primary.  Redis needs no tables."""
     address, _ = take_options(url.partition("://")[2], OPTIONS)
     return postgres_schema(f"postgresql://{address}")
 
 
 def no_primary(name: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name} cannot be the primary of a tiered store: it has to be PostgreSQL. SQLite is a file of this machine, and "
-        "answers sooner than Redis could; Redis and memory forget"
+        f"{name} cannot be the primary of a tiered store: use a PostgreSQL URL. SQLite needs no copies, because it "
+        "answers faster than Redis; Redis and memory may lose records"
     )
 
 
@@ -81,9 +81,9 @@ class TieredStore(StoreWrapper):
     Args:
         primary: The PostgreSQL ledger, or its URL, or your own pool or engine.
         cache: The Redis store, or its URL.
-        budget: How many seconds a look into Redis may take.
-        cap: How many seconds a copy is kept at most.
-        largest: How many bytes a copied outcome has at most.
+        budget: The longest time for a lookup in Redis, in seconds.
+        cap: The longest time for which a copy is kept, in seconds.
+        largest: The largest outcome that is copied, in bytes.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TieredStore(StoreWrapper):
                 f"The cache of a tiered store has to be Redis: a redis:// URL or a RedisStore, not a {type(cache).__name__}"
             )
         if budget <= 0 or cap <= 0:
-            raise ConfigurationError(f"budget = {budget:g} s and cap = {cap:g} s must both be greater than zero")
+            raise ConfigurationError(f"budget = {budget:g} s and cap = {cap:g} s: both must be greater than zero")
         super().__init__(cast("Store", primary))
         shown = quote(cache.url, safe="")
         self.url = f"redis+{primary.url}{'&' if '?' in primary.url else '?'}redis={shown}"
@@ -114,7 +114,7 @@ class TieredStore(StoreWrapper):
 
     @property
     def tiers(self) -> TierCounts:
-        """How often Redis was asked by this process, and how it answered."""
+        """How often this process asked Redis, and how Redis answered."""
         return self._copies.counts()
 
     @property
@@ -123,21 +123,21 @@ class TieredStore(StoreWrapper):
         return None if inner is None else cast("TransactionSource", TieredSource(inner, self._copies))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        return self._copies.or_else(operation, self.inner.claim(operation, lease=lease, request=request))
+        return self._copies.find_or_claim(operation, self.inner.claim(operation, lease=lease, request=request))
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
         asked = self._copies.moment()
         is_first = yield from self._primary.settle_first(held, outcome, retention, audit=audit, note=note)
-        if is_first and asked is not None:  # else the record may have another outcome
+        if is_first and asked is not None:  # if it was settled before, the record may have another outcome
             self._copies.keep_settled(held, outcome, retention, asked)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        """Have the record expire later.  Its copy then ends too early, which is right; but too late if this is earlier."""
+        """Restart the record's retention.  If it now ends earlier, remove the copy, which would last too long."""
         earlier = record.expires_at is not None and record.now + retention < record.expires_at
         if earlier:
-            with suppress(*STORE_FAILURES):  # no later than the cap, the copy ends by itself
+            with suppress(*STORE_FAILURES):  # after *cap* seconds, the copy expires by itself
                 yield from self._copies.forget(record.id)
         yield from self.inner.touch(record, retention=retention)
         if earlier:
@@ -158,7 +158,7 @@ class TieredStore(StoreWrapper):
         return deleted
 
     def _forget_again(self, id: tuple[str, str]) -> Plan[None]:
-        """After the change, because that may have taken longer than the first mark lasts."""
+        """Mark the copy again after the change, because the change may have taken longer than the first mark lasts."""
         with suppress(*STORE_FAILURES):
             yield from self._copies.forget(id)
 
@@ -174,7 +174,7 @@ class TieredStore(StoreWrapper):
 
 
 class TieredSource:
-    """Opens transactions; after their commit, their outcomes are copied."""
+    """Opens transactions of the primary whose outcomes are copied after the commit."""
 
     def __init__(self, inner: TransactionSource, copies: Copies) -> None:
         self.inner = inner
@@ -189,7 +189,7 @@ class TieredSource:
 
 
 class TieredTransaction:
-    """A transaction of the primary.  A repeat is answered by a copy, and outcomes are copied after the commit."""
+    """A transaction of the primary.  A duplicate is answered from a copy, and outcomes are copied after the commit."""
 
     def __init__(self, inner: Transaction, copies: Copies) -> None:
         self.inner = inner
@@ -200,9 +200,9 @@ class TieredTransaction:
         return getattr(self.inner, name)
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
-        """Claim the operation; if there is a copy of its outcome, no transaction is opened."""
+        """Claim the operation.  If there is a copy of its outcome, no transaction is opened."""
         beginning = self.inner.begin(operation, lease=lease, wait=wait, request=request)
-        return self._copies.or_else(operation, beginning)
+        return self._copies.find_or_claim(operation, beginning)
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""

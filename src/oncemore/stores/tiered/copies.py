@@ -1,6 +1,6 @@
-"""The copies of settled outcomes in Redis: which are believed, when they are written, and how they are taken back.
+"""The copies of settled outcomes in Redis: which of them are used, when they are written, and how they are removed.
 
-A copy is believed only while the PostgreSQL server is known to be the one that it is of: `PrimaryWatch` sees to that.
+A copy is used only while the PostgreSQL server is known to be the copy's own: `PrimaryWatch` checks that.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from ..redis import RedisStore
 from ..redis.commands import NodeBatchers
 from ..redis.connection import Address, NotConnected, SendCommands, pack
 
-VERSION = 1  # of the form of a copy
-BATCH_LIMIT = 64  # looks at a time
+VERSION = 1  # the version of a copy's format
+BATCH_LIMIT = 64  # lookups in one batch
 WRITE_LIMIT = 500  # copies in one write
-MARGIN = 0.5  # seconds before the end of its retention, a copy is not used any more: two clocks are compared
-MOST_PENDING = 2000  # copies that wait to be written; more are forgotten
+MARGIN = 0.5  # a copy is not used in the last seconds of its retention, because two clocks are compared
+MOST_PENDING = 2000  # copies that wait to be written; further ones are dropped
 OLDEST_PENDING = 5.0  # seconds; an older copy is not written, because the mark of a deletion may be gone by then
 MARK_SECONDS = 60
-MARK = b"-"  # where a copy was: the record was deleted or resolved
-CONNECT_SECONDS = 1.0  # to open a connection to Redis, or to write to it, which no request waits for
+MARK = b"-"  # takes the place of a copy if the record was deleted or resolved
+CONNECT_SECONDS = 1.0  # the timeout for connections and writes in the background, and for marks
 PING = pack("PING")
 
-# The primary is asked this often whether it is still there, still the primary, and of the same timeline.  Without an
-# answer for so long, no copy is used.
+# The primary is asked every PROBE_SECONDS whether it is still the primary, and of the same timeline.  If it has not
+# answered for TRUST_SECONDS, no copy is used.
 PROBE_SECONDS, TRUST_SECONDS = 0.25, 1.0
 GATHER_SECONDS = 0.02  # the background work is done at most fifty times a second
 
@@ -61,10 +61,10 @@ PROBE = """
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """When PostgreSQL was asked, on the monotonic clock, and which server it was then.
+    """The time at which PostgreSQL was asked, on the monotonic clock, and the server that it was then.
 
-    A copy is as old as that, also if this process was stopped before it got the answer; and it is a copy of that server's
-    record, also if another server was promoted before the copy is written.
+    The age of a copy counts from *at*, even if this process was stopped before it got the answer.  The copy belongs to
+    *namespace*, even if another server is promoted before it is written.
     """
 
     at: float
@@ -72,7 +72,7 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A settled record as it lies in Redis.  All times are PostgreSQL's."""
+    """A settled record as Redis stores it.  *expires_at* is by PostgreSQL's clock."""
 
     version: int
     scope: str
@@ -87,7 +87,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Copy).decode
-CHECKSUM = 4  # bytes in front of a copy
+CHECKSUM = 4  # bytes of the checksum in front of a copy
 
 
 def pack_copy(copy: Copy) -> bytes:
@@ -96,7 +96,7 @@ def pack_copy(copy: Copy) -> bytes:
 
 
 def read_copy(value: bytes) -> Copy | None:
-    """The copy; None if it is not whole, or of another version."""
+    """Return the copy, or None if it is damaged or of another version."""
     packed = value[CHECKSUM:]
     if crc32(packed).to_bytes(CHECKSUM, "big") != value[:CHECKSUM]:
         return None
@@ -110,7 +110,7 @@ def read_copy(value: bytes) -> Copy | None:
 class Copies:
     """Finds copies within the *budget*, and writes them in the background, on the thread that also watches the primary.
 
-    If Redis fails three times in a row, it is left alone until the background thread has reached it again.
+    If Redis fails three times in a row, it is not asked again until the background thread has reached it.
     """
 
     def __init__(self, primary: PostgresStore, cache: RedisStore, *, budget: float, cap: float, largest: int) -> None:
@@ -123,9 +123,9 @@ class Copies:
         self.breaker = RedisBreaker(
             "Redis is left alone, and every request asks PostgreSQL: %s", "Redis answers again, and is asked first"
         )
-        # For a server that answers, but is full or read-only.
+        # Opens if the server answers, but refuses copies because it is full or read-only.
         self.refusals = RedisBreaker("Redis takes no copies for now: %s", "Redis takes copies again")
-        self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
+        self._lookups = NodeBatchers(cache.topology, self._look_up, limit=BATCH_LIMIT, linger=False)
         self._prefix = f"{cache.prefix}:copy"
         self._reset()
         reset_in_child(self)
@@ -133,8 +133,8 @@ class Copies:
 
     def _reset(self) -> None:
         self._pending: dict[Id, tuple[Moment, Copy]] = {}
-        # Servers that a thread, or a loop, has found no connection to.  The first server from the start, so that it is
-        # noticed at once if Redis is missing.
+        # Servers to which a thread has found no connection.  At the start, None stands for the first server, so that a
+        # missing Redis is noticed immediately.
         self._wanted: set[Address] = {None}
         self._opening: PerLoop[set[Address]] = PerLoop(set)
         self.hits = self.misses = self.errors = self.skipped = 0
@@ -144,14 +144,14 @@ class Copies:
         return TierCounts(**counts, open=self.breaker.open)
 
     def name(self, id: Id, namespace: str) -> bytes:
-        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL refuses half a character later."""
+        """Return the name of a copy.  The length keeps scope and key apart.  Keys with half a character are allowed."""
         scope, key = id
         return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
 
     def moment(self) -> Moment | None:
-        """Now, before PostgreSQL is asked for a record that may be copied; None if there is no use for copies for now.
+        """Return the present moment, before PostgreSQL is asked for a record that may be copied.
 
-        That is if Redis is left alone, or if the primary has not answered for a while.
+        Return None if copies are not used now, because Redis has failed or the primary has not answered for a while.
         """
         watch = self.watch
         watch.listen()
@@ -160,22 +160,22 @@ class Copies:
 
     # Finding
 
-    def or_else(self, operation: Operation, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
-        """The settled record from Redis; or else the result of *claim*, which is copied if it is a settled record."""
+    def find_or_claim(self, operation: Operation, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+        """Return the settled record from Redis, or else the result of *claim*, which is copied if it is settled."""
         asked = self.moment()
         if asked is not None:
-            return self._find_or_else(operation, asked, claim)
+            return self._find_or_claim(operation, asked, claim)
         self.skipped += 1
         return claim
 
-    def _find_or_else(self, operation: Operation, asked: Moment, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+    def _find_or_claim(self, operation: Operation, asked: Moment, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
         found = (yield from self._find(operation, asked.namespace)) or (yield from claim)
         if isinstance(found, Record) and found.tier == "database":
             self._keep(found, asked)
         return found
 
     def _find(self, operation: Operation, namespace: str) -> Plan[Record | None]:
-        """The settled record, if Redis has a copy that can be believed, within the budget; else None."""
+        """Return the settled record if Redis answers within the budget with a copy that can be used; otherwise None."""
         watch = self.watch
         name = self.name(operation.id, namespace)
         try:
@@ -189,7 +189,7 @@ class Copies:
         copy = read_copy(value)
         if copy is None:
             self.errors += 1
-        # If the namespace is another one, this process was stopped for a while, and the primary may have changed.
+        # If the namespace has changed, this process was stopped for a while, and the primary may be another server.
         if copy is None or not self._fits(copy, operation) or watch.namespace() != namespace:
             self.misses += 1
             return None
@@ -200,12 +200,12 @@ class Copies:
         )  # fmt: skip
 
     def _fits(self, copy: Copy, operation: Operation) -> bool:
-        """Whether it is of this operation, for this fingerprint, and within its retention."""
+        """Whether the copy is of this operation and fingerprint, and within its retention."""
         same = (copy.scope, copy.key) == operation.id and copy.fingerprint == operation.fingerprint
         return same and self.watch.now() < copy.expires_at - MARGIN
 
-    def _look(self, names: list[Any]) -> Plan[Sequence[Any]]:
-        """The value under each name: bytes, or None.  Raises one of STORE_FAILURES if none of them can be believed."""
+    def _look_up(self, names: list[Any]) -> Plan[Sequence[Any]]:
+        """Return the value of each name: bytes, or None.  Raises one of STORE_FAILURES if no value can be used."""
         topology = self.cache.topology
         together = topology.one_primary  # in a cluster, one command must keep to one slot
         packet = pack("MGET", *names) if together else b"".join(pack("GET", name) for name in names)
@@ -222,12 +222,12 @@ class Copies:
         broken = errors_among(replies)
         self.errors += len(broken)
         if not isinstance(values, list) or all(is_refusal(value) for value in values):
-            refused = StoreUnavailable(f"Redis answered a look with {str(values)[:80]!r}")
+            refused = StoreUnavailable(f"Redis answered a lookup with {str(values)[:80]!r}")
             self._failed(refused)
             raise refused
         self.breaker.worked()
         if not self.watch.is_connected():
-            raise StoreUnavailable("The connection to the primary is lost, so copies are not believed")
+            raise StoreUnavailable("The connection to the primary is lost, so copies are not used")
         return [value if isinstance(value, bytes) else None for value in values]
 
     def _failed(self, error: BaseException) -> None:
@@ -236,47 +236,47 @@ class Copies:
             self.cache.topology.known = False
             self.cache.topology.pool.drop_all()
 
-    # Opening connections, which no request waits for
+    # Opening connections in the background
 
     def _open_later(self, wanted: Address) -> None:
-        """For a thread: the thread of the watch does it."""
+        """Have the thread of the watch open a connection.  For callers on threads."""
         self._wanted.add(wanted)
         self.watch.wake()
 
     async def _open_on_loop(self, wanted: Address) -> None:
-        """For an event loop: a task does it."""
+        """Start a task that opens a connection.  For callers on an event loop."""
         opening = self._opening.get()
         if wanted not in opening:
             opening.add(wanted)
             keep_task(arun(self._open(wanted))).add_done_callback(lambda _: opening.discard(wanted))
 
     def _open(self, wanted: Address) -> Plan[None]:
-        """Have a connection open and free: one that has answered a PING.  None: to whatever server is the first."""
+        """Open a connection that answers a PING, and leave it in the pool.  None stands for the first primary."""
         topology = self.cache.topology
         try:
             if not topology.known:
                 yield from topology.locate(CONNECT_SECONDS)
-            # If there is one primary, it may be another server by now.
+            # If there is only one primary, another server may have become it since *wanted* was added.
             address = topology.primaries()[0] if topology.one_primary or wanted is None else wanted
             for error in errors_among((yield from self._send(address, [PING]))):
                 raise StoreUnavailable(f"Redis refused: {error}") from error
         except STORE_FAILURES as error:
             topology.known = False
-            self.breaker.failed(error, at_once=True)
+            self.breaker.failed(error, immediately=True)
         else:
-            if self.breaker.open:  # else a server that answers a PING, but no look, would never be left alone
+            if self.breaker.open:  # otherwise a PING that works would hide lookups that fail
                 self.breaker.worked()
 
     # Writing
 
     def _keep(self, record: Record, asked: Moment) -> None:
-        """Have the record copied soon, if it is settled."""
+        """Copy the record soon if it is settled."""
         if record.state == SETTLED and record.outcome is not None and record.expires_at is not None:
             names = (record.scope, record.key, record.name, record.fingerprint)
             self._put(asked, Copy(VERSION, *names, record.token, record.attempts, record.expires_at, record.outcome))
 
     def keep_settled(self, held: Lease, outcome: Outcome, retention: float, asked: Moment) -> None:
-        """Have the outcome that was settled just now copied soon."""
+        """Copy the outcome soon.  It was settled a moment ago."""
         operation, expires_at = held.operation, self.watch.time_at(asked.at) + retention
         names = (operation.scope, operation.key, operation.name, operation.fingerprint)
         self._put(asked, Copy(VERSION, *names, held.token, held.attempt, expires_at, outcome))
@@ -287,7 +287,7 @@ class Copies:
             self.watch.wake()
 
     def work(self) -> None:
-        """Open the connections that are wanted, and write the copies that wait; on the thread of the watch."""
+        """Open the wanted connections, and write the pending copies.  Runs on the thread of the watch."""
         self.cache.topology.watch()
         if self.breaker.is_due():
             self._wanted.add(None)
@@ -298,13 +298,13 @@ class Copies:
 
     def _take_pending(self) -> list[tuple[Moment, Copy]]:
         taken: list[tuple[Moment, Copy]] = []
-        with suppress(KeyError):  # it is empty; other threads add to it, and take from it, at the same time
+        with suppress(KeyError):  # nothing is pending; other threads add and remove copies at the same time
             while len(taken) < WRITE_LIMIT:
                 taken.append(self._pending.popitem()[1])
         return taken
 
     def _write(self, batch: list[tuple[Moment, Copy]]) -> None:
-        """Write the copies.  NX keeps the mark of a deletion where it is."""
+        """Write the copies.  NX does not overwrite the mark of a deletion."""
         if self.breaker.open or (self.refusals.open and not self.refusals.is_due()):
             return
         topology, now = self.cache.topology, self.watch.now()
@@ -314,7 +314,7 @@ class Copies:
             milliseconds = int(1000 * min(copy.expires_at - MARGIN - now, self.cap))
             try:
                 value = pack_copy(copy)
-            except (TypeError, ValueError, OverflowError):  # PostgreSQL has it, and there is no copy
+            except (TypeError, ValueError, OverflowError):  # msgpack cannot encode it, so there is no copy
                 continue
             if asked.at >= oldest and milliseconds > 0 and len(value) <= self.largest + 1024:
                 name = self.name((copy.scope, copy.key), asked.namespace)
@@ -328,22 +328,22 @@ class Copies:
                 return
             if broken:
                 self.errors += 1
-                topology.known = False  # if it is read-only, another server may be the primary by now
-                self.refusals.failed(broken[0], at_once=True)
+                topology.known = False  # if the server is read-only, another may be the primary by now
+                self.refusals.failed(broken[0], immediately=True)
             else:
                 self.refusals.worked()
 
     def _send(self, address: Address, commands: Sequence[bytes]) -> Plan[list[Any]]:
-        """The replies to commands that no request waits for."""
+        """Send commands with the timeout of background work, and return their replies."""
         pool = self.cache.topology.pool
         return (yield SendCommands(pool, address, b"".join(commands), len(commands), CONNECT_SECONDS))  # type: ignore[no-any-return]
 
-    # Taking back
+    # Removing
 
     def forget(self, id: Id) -> Plan[None]:
-        """Replace the copy of *id* by a mark, so that none is found, and none can be written for a minute.
+        """Replace the copy of *id* by a mark.  No copy is found then, and none can be written for a minute.
 
-        Raises StoreUnavailable if Redis cannot be told, and a StoreError if PostgreSQL does not say which copies are of now.
+        Raises StoreUnavailable if Redis does not take the mark, and StoreError if PostgreSQL does not answer.
         """
         self._pending.pop(id, None)
         (row,) = yield from self.primary.database.admin_rows(Statement(PROBE), [])
@@ -358,8 +358,8 @@ class Copies:
         except STORE_FAILURES as error:
             topology.known = False
             raise StoreUnavailable(
-                f"Nothing was changed, because Redis may have a copy of this record and cannot be told: {error.detail}; "
-                "try again when Redis answers"
+                "Nothing was changed, because Redis may have a copy of this record, which cannot be removed: "
+                f"{error.detail}; try again when Redis answers"
             ) from error
 
     def close(self) -> None:
@@ -375,24 +375,24 @@ def errors_among(replies: Sequence[Any]) -> list[redis.ResponseError]:
 
 
 def is_refusal(reply: Any) -> bool:
-    """Whether it says something about the server.  WRONGTYPE is about one name, under which somebody else's value lies."""
+    """Whether the server as a whole refuses.  WRONGTYPE only means that one name has another program's value."""
     return isinstance(reply, redis.ResponseError) and not str(reply).startswith("WRONGTYPE")
 
 
 # Whether Redis can be asked now
 
-FAILURES = 3  # in a row, until Redis is left alone
+FAILURES = 3  # failures in a row after which Redis is not asked
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 
 
 class RedisBreaker:
-    """Open while Redis is left alone, after failures: for a pause that doubles with each failure soon after another.
+    """Opens after failures of Redis, which is then not asked for a pause.  The pause doubles if Redis soon fails again.
 
-    It is logged when it opens, and when it closes.
+    Opening and closing are logged.
     """
 
     def __init__(self, opened: str, closed: str) -> None:
-        self._opened = opened  # has a place for the reason
+        self._opened = opened  # the message for the log, with a place for the reason
         self._closed = closed
         self._reset()
         reset_in_child(self)
@@ -405,14 +405,14 @@ class RedisBreaker:
         self._pause = FIRST_PAUSE
 
     def is_due(self) -> bool:
-        """Whether it is open, and one attempt should be made now."""
+        """Whether the breaker is open, and one attempt should be made now."""
         return self.open and SYSTEM.monotonic() >= self._failed_at + self._pause
 
-    def failed(self, error: BaseException, *, at_once: bool = False) -> bool:
-        """Count a failure.  Open, and return True, after the third in a row; or after this one, if *at_once*."""
+    def failed(self, error: BaseException, *, immediately: bool = False) -> bool:
+        """Count a failure.  After the third in a row, or after this one if *immediately*, open and return True."""
         with self._lock:
             self._failures += 1
-            if self._failures < FAILURES and not at_once:
+            if self._failures < FAILURES and not immediately:
                 return False
             now = SYSTEM.monotonic()
             soon = now - self._failed_at < 2 * LONGEST_PAUSE
@@ -424,7 +424,7 @@ class RedisBreaker:
         return True
 
     def worked(self) -> None:
-        """Close it, if it was open."""
+        """Count a success: forget the failures, and close the breaker if it is open."""
         self._failures = 0
         if self.open:
             with self._lock:
@@ -434,7 +434,7 @@ class RedisBreaker:
 
 
 class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
-    """Keeps a connection to the primary open on a thread of its own, and asks it four times a second who it is.
+    """Keeps a connection to the primary open on its own thread, and asks for its identity four times a second.
 
     The same thread calls *work*, soon after `wake` and at least four times a second.
     """
@@ -443,35 +443,35 @@ class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
 
     def __init__(self, primary: PostgresStore, work: Callable[[], None]) -> None:
         self._primary = primary
-        self._work = weakref.WeakMethod(work)  # its owner has this watch, which ends with it
+        self._work = weakref.WeakMethod(work)  # weak, because the watch must end with the owner of *work*
         super().__init__()
 
     def _reset(self) -> None:
         super()._reset()
         self._wake = threading.Event()
         self._namespace = ""
-        self._offset = 0.0  # of PostgreSQL's clock against this process's
+        self._offset = 0.0  # PostgreSQL's time minus the monotonic time of this process
         self._confirmed_at = 0.0
         self._socket = -1
         self._warned = False
 
     def wake(self) -> None:
-        """Have the work done soon."""
-        if not self._wake.is_set():  # to set it again would cost more than to look
+        """Have the thread call *work* soon."""
+        if not self._wake.is_set():  # checking is cheaper than setting it again
             self._wake.set()
 
     def namespace(self) -> str | None:
-        """The part of a copy's name that stands for the primary as it is now; None if that is not known.
+        """Return the part of a copy's name that stands for the present primary, or None if it is not known.
 
-        None also if the primary has not answered for a second: a server that was promoted instead may have lost outcomes of
-        which there are copies.
+        None is also returned if the primary has not answered for a second.  Another server may have been promoted, and
+        may have lost outcomes that have copies.
         """
         return self._namespace if SYSTEM.monotonic() - self._confirmed_at < TRUST_SECONDS else None
 
     def is_connected(self) -> bool:
         """Whether the connection to the primary is open, as far as the operating system knows.
 
-        If the server has closed the connection, there is something to read, before the thread knows of it.
+        If the server has closed the connection, its socket is readable, even before the thread notices.
         """
         if not self._namespace:
             return False
@@ -480,15 +480,15 @@ class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
         return not socket.poll(0)
 
     def now(self) -> float:
-        """The time by PostgreSQL's clock."""
+        """Return the time by PostgreSQL's clock."""
         return self.time_at(SYSTEM.monotonic())
 
     def time_at(self, moment: float) -> float:
-        """The time by PostgreSQL's clock at that moment of the monotonic clock."""
+        """Return the time by PostgreSQL's clock at *moment* of the monotonic clock."""
         return moment + self._offset + self._primary.shift
 
     def namespace_of(self, row: Sequence[Any]) -> str:
-        """The identity of the server, its database and its table, and the server's timeline; *row* is a PROBE's."""
+        """Return a digest of server, database and table, with the server's timeline.  *row* is the result of PROBE."""
         _, timeline, system, database = row
         identity = msgspec.msgpack.encode((system, database, self._primary.database.names["records"]))
         return f"{blake2b(identity, digest_size=8).hexdigest()}.{timeline}"
@@ -510,13 +510,13 @@ class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
                 time.sleep(GATHER_SECONDS)
                 self._wake.clear()
             work = self._work()
-            if work is None or not self._namespace:  # it was closed meanwhile
+            if work is None or not self._namespace:  # the watch was closed meanwhile
                 return
             work()
             if SYSTEM.monotonic() - self._confirmed_at >= PROBE_SECONDS:
                 self._probe(connection)
         except BaseException:
-            self._namespace = ""  # the connection is closed next, and the number of its socket may become another's
+            self._namespace = ""  # the connection is closed next, and its socket's number may be used for another one
             raise
 
     def close(self) -> None:
@@ -530,9 +530,9 @@ class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
         except psycopg.Error as error:
             if not self._warned and error.sqlstate not in (None, "55000"):  # 55000: it is a standby for now
                 self._warned = True
-                log.warning("Redis is not used, because the primary does not tell its timeline: %s", error)
+                log.warning("Redis is not used, because the primary refuses to tell its timeline: %s", error)
             raise
         assert row is not None, "it is one row"
-        self._offset = row[0] - before  # the earliest time that it can have been: a copy ends rather too soon
+        self._offset = row[0] - before  # the largest offset possible, so a copy ends too soon rather than too late
         self._namespace = self.namespace_of(row)
         self._confirmed_at = before

@@ -21,7 +21,7 @@ from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, Outc
 from oncemore.observe import Event
 from oncemore.stores import schema
 from oncemore.stores import sqlite as sqlite_store
-from oncemore.stores.sqlite import SqliteStore, connect, empty_log
+from oncemore.stores.sqlite import SqliteStore, checkpoint_log, connect
 from oncemore.stores.sqlite.batch import NO_RECORD, SqliteBatch
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
@@ -349,7 +349,7 @@ def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store
 
             asyncio.run(work())
         run(store._change(NO_RECORD, lambda batch: None))
-        empty_log(sqlite3.connect(path))
+        checkpoint_log(sqlite3.connect(path))
         return path.stat().st_size
 
     write(800)

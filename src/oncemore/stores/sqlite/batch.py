@@ -152,7 +152,7 @@ def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: fl
 
 
 def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
-    """Split the items into groups, in order, such that no group has two items for the same record."""
+    """Split the items into groups, in order, so that no group has two items for the same record."""
     if len(items) == 1 or len({item.id for item in items}) == len(items):
         return (items,)
     groups: list[list[Item]] = []

@@ -49,7 +49,7 @@ class Grouped:
         self._texts = {1: self.single}
 
     def bind(self, common: float, rows: list[Row]) -> tuple[str, list[Any]]:
-        """The statement's text and its parameters."""
+        """Return the statement's text and its parameters."""
         size = 1 << (len(rows) - 1).bit_length()
         parameters = [common, *chain.from_iterable(rows), *repeat(None, self.width * (size - len(rows)))]
         return self._texts.get(size) or self._text(size), parameters
@@ -165,17 +165,17 @@ CACHE = 8192  # kilobytes: enough for the upper levels of the indexes of a milli
 FIRST = """\
 -- One row.
 CREATE TABLE {p}meta (
-    token INTEGER NOT NULL  -- is never given again, nor is any lower one
+    token INTEGER NOT NULL  -- this token and lower ones are never given again
 );
 
 -- One row per operation.  All times are seconds since 1970; a state's meaning is in the documentation.
 CREATE TABLE {p}records (
     token         INTEGER PRIMARY KEY,       -- grows with every claim, and fences late owners
-    scope         TEXT    NOT NULL,          -- who owns the key
+    scope         TEXT    NOT NULL,          -- the owner of the key
     key           TEXT    NOT NULL,          -- the caller's name for the operation
     name          TEXT    NOT NULL,          -- the kind of operation
-    fingerprint   TEXT    NOT NULL,          -- digest of what was asked
-    state         TEXT    NOT NULL           -- with OR, because IN would build a temporary index at every statement
+    fingerprint   TEXT    NOT NULL,          -- digest of the request
+    state         TEXT    NOT NULL           -- IN would build a temporary index at every statement
                   CHECK (state = 'running' OR state = 'settled' OR state = 'released' OR state = 'held'),
     holder        TEXT    NOT NULL,          -- host, process and number of the claim
     attempts      INTEGER NOT NULL,
@@ -188,25 +188,25 @@ CREATE TABLE {p}records (
     outcome       BLOB,                      -- MessagePack: kind, status, headers, body
     response_hash TEXT    NOT NULL DEFAULT '',
     note          TEXT    NOT NULL DEFAULT '',
-    audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived when it expires, rather than lost
-    lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the claim took over a lapsed lease, so the effect is in doubt
-    request       BLOB,                      -- what was asked, if it may have to be finished without its caller
-    UNIQUE (key, scope)                      -- keys that grow with time then fill the index from one end
+    audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived after it has expired
+    lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the latest claim took over a lapsed lease
+    request       BLOB,                      -- the request, if the operation may be finished without its caller
+    UNIQUE (key, scope)                      -- key first, because keys that grow with time fill the index from one end
 );
 
--- Tokens never come again, whatever is deleted: a late owner of a former life must stay fenced.
+-- Tokens never repeat, also after a deletion, so that a late owner of a deleted record stays fenced.
 CREATE TRIGGER {p}records_deleted AFTER DELETE ON {p}records WHEN OLD.token > (SELECT token FROM {p}meta)
 BEGIN
     UPDATE {p}meta SET token = OLD.token;
 END;
 
--- For the purge, for lists of running and held records (which have no expires_at), and to count.
+-- For the purge, for lists of running and held records (which have no expires_at), and for counts.
 CREATE INDEX {p}records_expiry ON {p}records (expires_at, state);
 
--- For schedules and inboxes, which look for the few that failed among the many that did not.
+-- For schedules and inboxes, which look for the few released records among many settled ones.
 CREATE INDEX {p}records_released ON {p}records (scope) WHERE state = 'released';
 
--- Expired records of rules that keep them for the audit.
+-- Expired records whose rule keeps them for the audit.
 CREATE TABLE {p}archive (
     scope         TEXT    NOT NULL,
     key           TEXT    NOT NULL,

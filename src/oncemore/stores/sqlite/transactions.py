@@ -454,7 +454,7 @@ class OwnSqliteTransaction:
     def begin(self, *queries: Query) -> Plan[Rows]:
         transaction: Any = yield from self._source.open()
         self._transaction = transaction
-        # No operation and no other transaction has this name, so this one waits as behind another operation.
+        # No operation and no other transaction has this name, so this one waits for its turn like another operation.
         name = ("", str(id(self)))
         rows = yield from transaction.begin_with(name, 0.0, SET_MARK, *queries)
         return rows  # type: ignore[no-any-return]

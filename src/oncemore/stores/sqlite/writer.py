@@ -78,8 +78,8 @@ def is_bad_value(error: BaseException) -> bool:
 
 def as_store_error(error: BaseException, path: str) -> StoreError:
     """Return the StoreError for a driver's *error*."""
-    kind, what = FAULTS.get(code(error), (StoreError, "it refused a statement"))
-    return kind(f"{path}: {what} ({error})")
+    kind, reason = FAULTS.get(code(error), (StoreError, "it refused a statement"))
+    return kind(f"{path}: {reason} ({error})")
 
 
 def overwrite_log(connection: sqlite3.Connection, overwrite: str) -> None:

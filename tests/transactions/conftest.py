@@ -1,4 +1,4 @@
-"""A shop on each driver.  Those on PostgreSQL share one database of a worker's, emptied before each test."""
+"""A shop on each driver.  A worker's shops on PostgreSQL share one database, which is emptied before each test."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPEN = (
 
 
 async def no_open_transactions(url: str) -> None:
-    """A transaction that was left open keeps its key in progress until the process ends."""
+    """Check that no transaction was left open, because its key would stay in progress until the process ends."""
     with psycopg.connect(url, autocommit=True) as connection:
         for _ in range(100):
             left = connection.execute(OPEN).fetchall()

@@ -1,4 +1,4 @@
-"""A shop with an HTTP door: the same handlers in Starlette and Flask, on real sockets, by whatever driver."""
+"""A shop behind the HTTP middlewares: the same handlers in Starlette and Flask, on real sockets, with any driver."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Working = Generator[Any, Any, Any]
 
 
 class Refused(Exception):
-    """What a driver raises when the database refuses a transaction for what others did."""
+    """Stands for a driver's error when the database refuses a transaction because of another one."""
 
     sqlstate = "40001"
     sqlite_errorcode = 5
 
 
 class Work:
-    """What the handlers do on the borrowed connection, and what is remembered of it here."""
+    """The handlers' work on the operation's connection, and notes about it."""
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
@@ -51,7 +51,7 @@ class Work:
         self.meeting = threading.Barrier(2)
 
     def refund(self, op: Op, body: dict[str, Any]) -> Working:
-        """Insert a row, and answer with the status that the body asks for; refused by the database so many times."""
+        """Insert a row, and return the status that the body asks for.  The first `refused` runs are refused."""
         self.bodies.append(body)
         yield self.shop.insert(op, f"{body['id']}, run {len(self.bodies)}")
         if len(self.bodies) <= body.get("refused", 0):
@@ -59,12 +59,12 @@ class Work:
         return body.get("status", 201)
 
     def meet(self) -> None:
-        """Wait for the other one, which never comes if the database has refused it before."""
+        """Wait for the other request, which does not come if the database has refused it before."""
         with suppress(threading.BrokenBarrierError):
             self.meeting.wait(5)
 
     def leave(self, op: Op, body: dict[str, Any]) -> Working:
-        """Go off call if the other stays: a write skew, where two do it at once and nobody serializes them."""
+        """Take a doctor off call if the other one stays: a write skew if two requests do it concurrently."""
         self.bodies.append(body)
         there = yield self.shop.ask(op, "SELECT count(*) FROM doctors WHERE on_call")
         if len(self.bodies) <= 2:
@@ -76,7 +76,7 @@ class Work:
 
 @contextmanager
 def behind_asgi(work: Work, guard: Guard, *, outermost: bool = False) -> Iterator[httpx.Client]:
-    """In Starlette; *outermost* puts the door around the whole app, its error pages too."""
+    """Serve with Starlette.  *outermost* puts the middleware around the whole app and its error pages."""
 
     def handler(what: Any) -> Any:
         async def handle(request: Request) -> JSONResponse:
@@ -117,7 +117,7 @@ def behind_asgi(work: Work, guard: Guard, *, outermost: bool = False) -> Iterato
 
 @contextmanager
 def behind_wsgi(work: Work, guard: Guard) -> Iterator[httpx.Client]:
-    """In Flask."""
+    """Serve with Flask."""
     app = flask.Flask(__name__)
 
     def handle(what: str) -> Any:
@@ -143,7 +143,7 @@ def behind_wsgi(work: Work, guard: Guard) -> Iterator[httpx.Client]:
 
 
 def late(op: Op) -> str:
-    """What comes of asking for the connection when the response is on its way."""
+    """Ask for the connection after the response has started, and return it or the error as text."""
     try:
         return repr(op.connection)
     except TransactionEnded as error:

@@ -1,4 +1,4 @@
-"""Shops: each keeps its refunds in a database, through one driver, with its ledger beside them.
+"""Shops: each stores its refunds in a database through one driver, with its ledger in the same database.
 
 A performer is written once, as a plan over `shop.insert` and `shop.sql`, and runs on every driver.
 """
@@ -37,7 +37,7 @@ POLICY = Policy(effect="transaction", wait="5s")
 
 
 class Shop:
-    """One database, reached by one driver.  *url* leads to it."""
+    """The database at *url*, used through one driver."""
 
     waits = True  # whether a duplicate in flight can be told from another writer
     sync = True
@@ -52,10 +52,10 @@ class Shop:
         return Guard(self.url, policy=POLICY)
 
     async def open(self) -> None:
-        """What must be done on the event loop before it opens."""
+        """Do the set-up that needs the event loop."""
 
     def around(self) -> AbstractAsyncContextManager[Any]:
-        """What an operation needs around it, as a request has."""
+        """Return the context that an operation runs in, such as a request's."""
         return nullcontext()
 
     async def close(self) -> None:
@@ -76,7 +76,7 @@ class Shop:
         return Do(plain, awaited)
 
     def ask(self, op: Op, text: str) -> Do[Any]:
-        """The one value that a question has."""
+        """Effect: run a query, and return its single value."""
 
         def plain() -> Any:
             return value_of(self.asked(op.connection, text))
@@ -140,7 +140,7 @@ class AsyncPostgres(Postgres):
 
 
 class Pool(Postgres):
-    """The user's own pool, handed to the guard."""
+    """The user's own pool, passed to the guard."""
 
     def made(self) -> Guard:
         self.pool = ConnectionPool(self.url, min_size=0, max_size=16, open=True)
@@ -152,7 +152,7 @@ class Pool(Postgres):
 
 
 class AutocommitPool(Pool):
-    """One whose connections are in autocommit mode, as many are."""
+    """A pool whose connections are in autocommit mode, which is common."""
 
     def made(self) -> Guard:
         self.pool = ConnectionPool(self.url, min_size=0, max_size=16, open=True, kwargs={"autocommit": True})
@@ -160,7 +160,7 @@ class AutocommitPool(Pool):
 
 
 class PoolUnderLoop(Pool):
-    """A sync pool under an async door: its work is done in threads."""
+    """A sync pool under async middleware: its work is done in threads."""
 
     sync = False
 
@@ -203,7 +203,7 @@ class Asyncpg(Postgres):
 
 
 class OnEngine(Shop):
-    """SQLAlchemy's: *dialect* and driver, and how the engine is made."""
+    """A database behind a SQLAlchemy engine, with its *dialect* and driver."""
 
     dialect = ""
 
@@ -270,7 +270,7 @@ class AlchemyAiosqlite(OnEngine, Sqlite):
 
 
 class AlchemyBeginning(AlchemySqlite):
-    """One that begins its transactions itself, as SQLAlchemy's documentation advises for savepoints."""
+    """An engine whose hook begins the transactions, as SQLAlchemy's documentation advises for savepoints."""
 
     def made(self) -> Guard:
         guard = super().made()
@@ -280,7 +280,7 @@ class AlchemyBeginning(AlchemySqlite):
 
 
 class AlchemyUnderLoop(AlchemyPsycopg):
-    """A sync engine under an async door: its work is done in threads."""
+    """A sync engine under async middleware: its work is done in threads."""
 
     async def run(
         self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
@@ -295,7 +295,7 @@ class AlchemyUnderLoop(AlchemyPsycopg):
 
 
 class OnDjango(Shop):
-    """A database of Django's, by an alias of its own."""
+    """A database of Django's, with its own alias."""
 
     mark = "%s"
     persistent = False  # whether a thread's connection outlives its operation

@@ -1,4 +1,4 @@
-"""The contract of a TransactionAdapter, on every driver: what the ledger, and later an outbox, may rely on."""
+"""The contract of a TransactionAdapter on every driver, on which the ledger and the outbox rely."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Work = Callable[[Any], Generator[Any, Any, Any]]
 
 
 def query(shop: Shop, text: str, *values: Any) -> Query:
-    """The query, with the database's own kind of parameters."""
+    """Return the query with the database's own kind of parameters."""
     return Statement(text if on_postgres(shop) else text.replace("$", "?")), values
 
 
@@ -125,7 +125,7 @@ async def test_execute_stops_at_the_first_failure(shop: Shop) -> None:
 
 
 async def test_commit_without_the_claimed_record_is_refused(shop: Shop) -> None:
-    """The performer may have deleted or changed it: an effect must not be committed without its outcome."""
+    """The performer may have deleted or changed the record.  An effect must not be committed without its outcome."""
 
     def work(adapter: TransactionAdapter) -> Performing:
         yield from adapter.execute(insert(shop, "effect"), query(shop, "DELETE FROM oncemore_records"))
@@ -149,8 +149,8 @@ async def test_session_needs_sqlalchemy(shop: Shop) -> None:
             await shop.run(asked(), perform)
 
 
-async def test_the_end_may_come_twice(shop: Shop) -> None:
-    """`abort` after a commit, or after another one, does nothing: the connection may be somebody else's by then."""
+async def test_abort_after_the_end_does_nothing(shop: Shop) -> None:
+    """Another caller may have the connection after a commit or an earlier `abort`."""
     source: Any = shop.guard.store.lender
 
     def plan() -> Performing:
@@ -204,7 +204,7 @@ async def test_execute_joins_a_transaction_of_the_users_own(shop: Shop, commits:
 
 
 async def driven(shop: Shop, plan: Callable[[], Performing]) -> None:
-    """Run the plan where the shop's operations run."""
+    """Run the plan on the thread or event loop of the shop's operations."""
     if not shop.sync or type(shop).__name__ == "AlchemyUnderLoop":
         async with shop.around():
             await arun(plan())

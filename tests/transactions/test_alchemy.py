@@ -1,4 +1,4 @@
-"""What is SQLAlchemy's own: sessions that join, and engines whose database cannot be shared."""
+"""SQLAlchemy: sessions that join the operation's transaction, and engines that the guard refuses."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 def called(shop: Shop, method: Any, *args: Any) -> Do[Any]:
-    """The effect of a session's or connection's method, sync or async."""
+    """Return the effect that calls a method of a session or connection, sync or async."""
     return Do(lambda: method(*args), None if shop.sync else lambda: method(*args))
 
 
-async def test_a_sessions_own_commit_ends_a_savepoint_alone(shop: Shop) -> None:
+async def test_session_commit_ends_only_a_savepoint(shop: Shop) -> None:
     def perform(op: Op) -> Performing:
         session = op.session()
         session.add(Refund(id="kept", made_in="x"))
@@ -91,7 +91,7 @@ async def test_session_without_commit_is_kept_when_the_code_returns(shop: Shop) 
 
 
 async def test_session_without_commit_is_kept_when_its_block_ends(shop: Shop) -> None:
-    """A block that raises discards its work, and so does `rollback`; the code may live with either."""
+    """A block that raises discards its work, and so does `rollback`.  The performer may go on after both."""
 
     def insert(op: Op, id: str, then: Any) -> Do[None]:
         def plain() -> None:
@@ -167,7 +167,7 @@ async def test_session_of_a_step_is_kept_without_commit(shop: Shop) -> None:
     assert (answer.value, shop.refunds()) == ("receipt", ["by step"])
 
 
-async def test_a_failure_takes_back_what_the_session_has_committed(shop: Shop) -> None:
+async def test_failure_rolls_back_committed_session_work(shop: Shop) -> None:
     def perform(op: Op) -> Performing:
         session = op.session()
         session.add(Refund(id="k", made_in="x"))
@@ -180,7 +180,7 @@ async def test_a_failure_takes_back_what_the_session_has_committed(shop: Shop) -
 
 
 @pytest.mark.parametrize("word", ["commit", "rollback"])
-async def test_to_end_the_connections_transaction_is_noticed(shop: Shop, word: str) -> None:
+async def test_transaction_ended_on_the_connection_is_noticed(shop: Shop, word: str) -> None:
     def perform(op: Op) -> Performing:
         yield shop.insert(op, "before")
         yield called(shop, getattr(op.connection, word))
@@ -192,7 +192,7 @@ async def test_to_end_the_connections_transaction_is_noticed(shop: Shop, word: s
     assert "after" not in shop.refunds()
 
 
-async def test_the_connection_is_refused_when_the_transaction_is_over(shop: Shop) -> None:
+async def test_connection_is_refused_after_the_transaction(shop: Shop) -> None:
     ops: list[Op] = []
 
     def perform(op: Op) -> Performing:
@@ -216,8 +216,8 @@ async def test_connections_go_back_to_the_pool(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-async def test_a_connection_that_the_borrower_has_closed_is_somebody_elses(shop: Shop, raises: bool) -> None:
-    """`with op.connection:` gives it back to its pool; whoever gets it next must not be rolled back in our place."""
+async def test_connection_closed_by_the_performer_is_left_alone(shop: Shop, raises: bool) -> None:
+    """`with op.connection:` gives the connection back to its pool.  Its next user must not be rolled back."""
     others: list[Any] = []
     engine: Any = shop.engine  # type: ignore[attr-defined]
 
@@ -240,8 +240,8 @@ async def test_a_connection_that_the_borrower_has_closed_is_somebody_elses(shop:
 
 @pytest.mark.server
 @pytest.mark.parametrize("shop", POSTGRES, indirect=True)
-async def test_what_the_engine_says_at_each_beginning_holds(shop: Shop) -> None:
-    """A tenant for row-level security, say."""
+async def test_begin_hook_of_the_engine_applies(shop: Shop) -> None:
+    """The hook sets a tenant, as for row-level security."""
     engine: Any = shop.engine  # type: ignore[attr-defined]
     event.listen(
         getattr(engine, "sync_engine", engine),
@@ -264,7 +264,7 @@ def failing(op: Op) -> Performing:
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:x?mode=memory&uri=true"])
-def test_a_database_in_memory_is_refused(url: str) -> None:
+def test_engine_on_memory_database_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="needs a file"):
         Guard(create_engine(url))
 
@@ -278,27 +278,27 @@ def test_a_database_in_memory_is_refused(url: str) -> None:
         (lambda: Session(), "no engine"),
     ],
 )
-def test_what_cannot_lend_its_connections_is_refused(engine: Any, complaint: str) -> None:
+def test_engine_that_cannot_lend_connections_is_refused(engine: Any, complaint: str) -> None:
     made = engine()
     with pytest.raises(ConfigurationError, match=complaint):
         Guard(made)
 
 
-def test_options_of_the_store_and_the_address_can_be_given(tmp_path: Path) -> None:
+def test_store_options_and_address_can_be_passed_with_an_engine(tmp_path: Path) -> None:
     store = connect(create_engine(f"sqlite:///{tmp_path / 'a b.db'}"), prefix="mine_")
     assert (store.path, store.sql.prefix) == (str(tmp_path / "a b.db"), "mine_")  # type: ignore[attr-defined]
     engine = create_engine("postgresql+psycopg://", creator=lambda: None)
     assert "host=db&dbname=shop" in connect(engine, host="db", dbname="shop").url
 
 
-def test_an_async_engine_cannot_be_used_without_an_event_loop(tmp_path: Path) -> None:
+def test_async_engine_without_an_event_loop_is_refused(tmp_path: Path) -> None:
     guard = Guard(create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"), policy=POLICY)
     with pytest.raises(ConfigurationError, match="is async"):
         guard.run(asked(), lambda op: None)
 
 
 @pytest.mark.server
-def test_a_pool_that_is_used_up_is_told_of(shops_url: str) -> None:
+def test_exhausted_pool_is_a_store_timeout(shops_url: str) -> None:
     url = emptied(shops_url).replace("postgresql://", "postgresql+psycopg://")
     engine = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.1)
     guard = Guard(engine, policy=POLICY)
@@ -312,8 +312,8 @@ def test_a_pool_that_is_used_up_is_told_of(shops_url: str) -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("dialect", ["postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"])
-async def test_an_engine_in_autocommit_mode_leaves_nothing_half_done(dialect: str, shops_url: str) -> None:
-    """Either the guard can begin transactions on it, or it says so before anything is claimed."""
+async def test_autocommit_engine_works_or_is_refused_before_the_claim(dialect: str, shops_url: str) -> None:
+    """If the guard cannot begin transactions on the engine, it raises before anything is claimed."""
     create = create_async_engine if dialect.endswith("asyncpg") else create_engine
     engine: Any = create(emptied(shops_url).replace("postgresql", dialect, 1), isolation_level="AUTOCOMMIT")
     guard = Guard(engine, policy=POLICY)

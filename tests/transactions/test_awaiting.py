@@ -1,4 +1,4 @@
-"""An async driver's connection does nothing unless it is awaited: code that cannot, or does not, is told so."""
+"""An async connection does nothing unless it is awaited, so code that cannot or does not await it gets an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 
 
 def test_plain_endpoint_is_refused_an_async_connection(tmp_path: Path) -> None:
-    """FastAPI calls it in a thread: the statement would never be sent, and its success be replayed for a day."""
+    """FastAPI calls it in a thread: the statement would never be sent, but its success would be replayed."""
     app, shop = FastAPI(), Aiosqlite(f"sqlite:///{tmp_path / 'shop.db'}")
     contract = Contract(Rule("POST /refunds", key="required", effect="transaction"))
     app.add_middleware(asgi.IdempotencyMiddleware, guard=shop.guard, contract=contract)
@@ -53,7 +53,7 @@ def test_plain_endpoint_is_refused_an_async_connection(tmp_path: Path) -> None:
 
 
 @on_async_drivers
-async def test_a_thread_is_not_lent_what_it_cannot_await(shop: Shop) -> None:
+async def test_thread_is_refused_an_async_connection(shop: Shop) -> None:
     async def refund(op: Op) -> None:
         await asyncio.to_thread(lambda: op.connection.execute("INSERT INTO refunds VALUES ('r1', 'x')"))
 

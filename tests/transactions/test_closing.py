@@ -1,4 +1,4 @@
-"""A performer that closes the connection it has borrowed is told so, and nobody else's transaction suffers."""
+"""A performer that closes its connection gets an error, and no other transaction is affected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.server
 
 
 class Returning(Pool):
-    """A pool to which close() gives a connection back, as psycopg's documentation advises for SQLAlchemy."""
+    """A pool whose connections return to it on close(), as psycopg's documentation advises for SQLAlchemy."""
 
     def made(self) -> Guard:
         self.pool = ConnectionPool(self.url, min_size=0, max_size=2, open=True, close_returns=True)
@@ -43,7 +43,7 @@ class AsyncReturning(AsyncPool):
 
 
 class EngineOnPool(AlchemyPsycopg):
-    """That advice, taken."""
+    """An engine on such a pool."""
 
     def made(self) -> Guard:
         self.pool = ConnectionPool(self.url, min_size=0, max_size=2, timeout=2, open=True, close_returns=True)
@@ -92,7 +92,7 @@ def closing(op: Op) -> Do[Any]:
 
 
 class Closing:
-    """Refunds, closes the connection, and says that all is well; counts how often."""
+    """Inserts a refund, closes the connection, and returns without an error.  *runs* counts its calls."""
 
     def __init__(self, shop: Shop) -> None:
         self.shop = shop
@@ -106,8 +106,8 @@ class Closing:
 
 
 @pytest.mark.parametrize("shop", ["psycopg", "psycopg-async", "pool", "pool-async"], indirect=True)
-async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> None:
-    """It is no database's trouble, and to perform again would only close the next one."""
+async def test_connection_closed_by_the_performer_raises_transaction_ended(shop: Shop) -> None:
+    """The database is not at fault, and another run would only close the next connection."""
     perform = Closing(shop)
     with pytest.raises(TransactionEnded, match="leave both to the guard"):
         await shop.run(asked(), perform)
@@ -116,7 +116,7 @@ async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> 
 
 
 async def test_connection_whose_close_returns_it_stays_borrowed(returning: Shop) -> None:
-    """Else whoever got it next would be in our transaction, and be rolled back in our place."""
+    """Otherwise its next user would be in our transaction, and would be rolled back with it."""
     pool: Any = returning.pool  # type: ignore[attr-defined]
     others: list[Any] = []
 
@@ -140,7 +140,7 @@ async def test_connection_whose_close_returns_it_stays_borrowed(returning: Shop)
 
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("shop", ["asyncpg"], indirect=True)
-async def test_a_connection_that_the_performer_has_released_is_somebody_elses(shop: Shop, raises: bool) -> None:
+async def test_connection_released_by_the_performer_is_left_alone(shop: Shop, raises: bool) -> None:
     pool: Any = shop.pool  # type: ignore[attr-defined]
     others: list[Any] = []
 
@@ -170,7 +170,7 @@ def driver_connection(connection: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Returning, AlchemyPsycopg, AlchemyPsycopg2])
 async def test_untrusted_connection_is_ended_instead_of_returned(shops_url: str, kind: type[Shop]) -> None:
-    """One who vanishes in mid-operation leaves a transaction open: the next borrower must not get it."""
+    """A caller that vanishes in an operation leaves a transaction open, which no other caller may get."""
     async for shop in opened(kind, emptied(shops_url)):
         source: Any = shop.guard.store.lender
         pids: list[int] = []
@@ -193,7 +193,7 @@ async def test_untrusted_connection_is_ended_instead_of_returned(shops_url: str,
 
 @pytest.mark.parametrize("kind", [EngineOnPool, AsyncEngineOnPool])
 async def test_dead_connections_make_room_in_the_engines_pool(shops_url: str, kind: type[Shop]) -> None:
-    """A pool hears of their end from whoever borrowed them, or takes them for borrowed for ever."""
+    """The pool counts a dead connection as taken until it is given back."""
     async for shop in opened(kind, emptied(shops_url)):
         for number in range(4):
             assert (await shop.run(asked(f"k{number}"), refund(shop))).how == "stored"

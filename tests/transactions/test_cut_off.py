@@ -1,4 +1,4 @@
-"""Whoever is cut off in a transaction, and wherever: the connection goes back, nobody else's is touched, and nothing is lost."""
+"""If a caller is cut off in a transaction, its connection goes back, other connections stay, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ COMMITS = """CREATE CONSTRAINT TRIGGER braked AFTER INSERT ON refunds DEFERRABLE
 
 
 async def until(shop: Shop, question: str, *, some: bool) -> None:
-    """Return when the question has *some* answers, or none."""
+    """Return when the query has *some* rows, or none."""
     async with asyncio.timeout(10):
         while bool(shop.execute(question)) is not some:
             await asyncio.sleep(0.02)
 
 
 def lent(shop: Shop) -> int:
-    """How many connections are not in the user's pool or engine, where there is one."""
+    """Return how many connections are taken from the user's pool or engine, if there is one."""
     if hasattr(shop, "engine"):
         return int(shop.engine.pool.checkedout())
     pool: Any = getattr(shop, "pool", None)
@@ -64,7 +64,7 @@ def lent(shop: Shop) -> int:
 
 @pytest.mark.parametrize("shop", [*AWAITED, *IN_THREADS], indirect=True)
 async def test_repeatedly_cancelled_caller_returns_its_connection(shop: Shop) -> None:
-    """As everyone is within a cancel scope of anyio's: each await of the tidying up is cancelled, too."""
+    """A cancel scope of anyio also cancels each await of the clean-up."""
     entered = Entered()
     first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
@@ -82,7 +82,7 @@ async def test_repeatedly_cancelled_caller_returns_its_connection(shop: Shop) ->
 
 @pytest.mark.parametrize("shop", AWAITED, indirect=True)
 async def test_cancel_while_releasing_leaves_no_open_transaction(shop: Shop) -> None:
-    """Else the key would be refused as in progress until the process ends."""
+    """Otherwise the key would be refused as in progress until the process ends."""
     await shop.run(asked("first"), refund(shop))
     shop.execute(BRAKE + CLAIMS)
 
@@ -116,8 +116,8 @@ async def test_commit_cut_off_by_the_server_is_looked_up(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("shop", ON_POSTGRES, indirect=True)
-async def test_connections_that_went_stale_in_the_pool_are_nobodys_failure(shop: Shop) -> None:
-    """After a restart or a failover of the server, which is back."""
+async def test_stale_pooled_connections_are_replaced(shop: Shop) -> None:
+    """After a restart or a failover of the server, all pooled connections are dead."""
     await asyncio.gather(*(shop.run(asked(f"a{n}"), refund(shop, seconds=0.2)) for n in range(8)))
     shop.execute(ALL_ENDED)
     for number in range(5):
@@ -126,7 +126,7 @@ async def test_connections_that_went_stale_in_the_pool_are_nobodys_failure(shop:
 
 @pytest.mark.parametrize("shop", ["psycopg", "asyncpg", "alchemy-psycopg2"], indirect=True)
 async def test_failure_during_server_restart_keeps_the_fingerprint(shop: Shop) -> None:
-    """That is noted on another connection of the pool, of which all have died."""
+    """The failure is noted on another connection of the pool, and all of them have died."""
     await asyncio.gather(*(shop.run(asked(f"a{n}"), refund(shop, seconds=0.2)) for n in range(8)))
 
     def perform(op: Op) -> Performing:
@@ -141,7 +141,7 @@ async def test_failure_during_server_restart_keeps_the_fingerprint(shop: Shop) -
 
 
 @pytest.mark.parametrize("shop", ["psycopg", "asyncpg", "alchemy-psycopg2"], indirect=True)
-async def test_a_time_limit_of_the_servers_is_told_as_one(shop: Shop) -> None:
+async def test_statement_timeout_of_the_server_is_a_store_timeout(shop: Shop) -> None:
     entered = Entered()
     first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
@@ -182,8 +182,8 @@ def large(shop: Shop, proxy: FaultProxy, begun: asyncio.Event) -> Performer:
     return perform
 
 
-def test_event_loops_that_come_and_go_leave_no_connections_behind(shops_url: str) -> None:
-    """As in a worker that calls asyncio.run for each job."""
+def test_ended_event_loops_leave_no_connections(shops_url: str) -> None:
+    """A worker may call asyncio.run for each job."""
     guard = Guard(emptied(shops_url), policy=POLICY)
 
     async def once(key: str) -> None:
@@ -227,7 +227,7 @@ def hooked(shop: OnDjango, hook: Callable[[], None]) -> Performer:
 
 
 @pytest.mark.parametrize("shop", ["django-postgres", "django-postgres-async"], indirect=True)
-async def test_a_hook_of_djangos_that_fails_is_heard_of(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_django_on_commit_hook_is_logged(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ConnectionError("the broker is gone")
 

@@ -23,7 +23,7 @@ ASKED = Operation("customer-1", "k", "same", "orders.pay")
 
 
 def on(shop: Shop, text: str, *values: Any, then: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
-    """A step's function that carries out one statement, and then something else."""
+    """Return a step's function that runs one statement and then calls *then*."""
 
     def effect(connection: Any) -> Effect[Any]:
         return shop.sql(SimpleNamespace(connection=connection), text, *values)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def raising(*errors: BaseException) -> Callable[[], Any]:
     return then
 
 
-async def test_failed_step_is_rolled_back_and_taken_again(shop: Shop) -> None:
+async def test_failed_step_is_rolled_back_and_retried(shop: Shop) -> None:
     then = raising(RuntimeError("no luck"))
 
     def perform(op: Op) -> Any:
@@ -83,7 +83,7 @@ async def test_retried_step_runs_in_a_new_transaction(shop: Shop) -> None:
     assert shop.refunds() == ["only"]
 
 
-async def test_an_undo_may_be_in_the_database_too(shop: Shop) -> None:
+async def test_undo_runs_in_a_database_transaction(shop: Shop) -> None:
     def perform(op: Op) -> Any:
         yield Call(lambda: op.step("reserve", insert(shop, "reserve"), undo=delete(shop, "reserve")))
         yield Call(lambda: op.step("keep", insert(shop, "keep")))
@@ -93,8 +93,8 @@ async def test_an_undo_may_be_in_the_database_too(shop: Shop) -> None:
     assert shop.refunds() == ["keep"]
 
 
-async def test_undo_whose_connection_is_lost_once_is_tried_again(shop: Shop) -> None:
-    """On PostgreSQL the server ends the connection; SQLite has none, so there the undo fails after its statement."""
+async def test_undo_whose_connection_was_lost_is_retried(shop: Shop) -> None:
+    """On PostgreSQL the server ends the connection.  SQLite has no server: the undo fails after its statement."""
     lost = (
         on(shop, "SELECT pg_terminate_backend(pg_backend_pid())")
         if shop.guard.store.url.startswith("postgres")
@@ -117,7 +117,7 @@ async def test_undo_whose_connection_is_lost_once_is_tried_again(shop: Shop) -> 
     assert (shop.refunds(), undos) == (["keep"], [])
 
 
-async def test_a_transaction_that_a_duplicate_ended_is_not_committed(shop: Shop) -> None:
+async def test_transaction_ended_by_a_duplicate_is_not_committed(shop: Shop) -> None:
     def perform(op: Op) -> Any:
         yield Call(lambda: op.step("only", insert(shop, "only", raising(ProviderDuplicate(result="receipt")))))
 
@@ -126,8 +126,8 @@ async def test_a_transaction_that_a_duplicate_ended_is_not_committed(shop: Shop)
     assert shop.refunds() == []
 
 
-async def test_a_step_that_takes_a_session_gets_the_flavours_own(shop: Shop) -> None:
-    """SQLAlchemy's drivers have one; the others have none, and say where there is one."""
+async def test_step_with_session_parameter_gets_the_drivers_session(shop: Shop) -> None:
+    """SQLAlchemy's adapters have a session.  With other drivers, the error names SQLAlchemy."""
 
     def plain(session: Any) -> bool:
         return isinstance(session, Session if shop.sync else AsyncSession)

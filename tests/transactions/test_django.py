@@ -1,4 +1,4 @@
-"""`Guard("django:alias")` end to end: a project with a model, its door, and real servers."""
+"""`Guard("django:alias")` end to end: a project with a model, the middleware, and real servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POSTGRES = [
 
 
 class Caller:
-    """Asks the project's views of one *kind*, sync or async."""
+    """Sends requests to the project's views of one *kind*, sync or async."""
 
     def __init__(self, client: httpx.Client, kind: str) -> None:
         self.client = client
@@ -59,8 +59,8 @@ def said(response: httpx.Response) -> str | None:
     return response.headers.get("idempotency-status")
 
 
-def test_a_request_and_its_effects_are_one(caller: Caller) -> None:
-    """One server, one story after the other."""
+def test_request_and_its_effects_commit_together(caller: Caller) -> None:
+    """The cases share one server, and run one after the other."""
     first, again = caller.ask("refund"), caller.ask("refund")
     assert (first.status_code, said(first), again.status_code, said(again)) == (201, "stored", 201, "replayed")
     assert caller.seen()["refunds"] == caller.seen()["told"] == ["k, run 1"]
@@ -88,18 +88,16 @@ def test_a_request_and_its_effects_are_one(caller: Caller) -> None:
     assert len(caller.seen()["refunds"]) == 4
 
 
-def test_to_end_the_transaction_behind_the_guards_back_is_noticed(
-    caller: Caller, request: pytest.FixtureRequest
-) -> None:
-    """With ATOMIC_REQUESTS, Django itself misses its savepoint first, and answers with its own page."""
+def test_transaction_ended_by_the_view_is_noticed(caller: Caller, request: pytest.FixtureRequest) -> None:
+    """With ATOMIC_REQUESTS, Django's savepoint is missing first, so Django answers with its own error page."""
     ended = caller.ask("refund", commit=True)
     assert (ended.status_code, said(ended) == "stored") == (500, False)
     if "requests" not in request.node.callspec.params["caller"]:
         assert ended.json()["error_code"] == "CONFIGURATION.transaction_ended"
 
 
-def test_what_is_marked_for_rollback_is_no_success(caller: Caller, request: pytest.FixtureRequest) -> None:
-    """With ATOMIC_REQUESTS the mark is the view's own block's: its effects are rolled back, and the outcome is kept."""
+def test_transaction_marked_for_rollback_is_no_success(caller: Caller, request: pytest.FixtureRequest) -> None:
+    """With ATOMIC_REQUESTS only the view's block is marked: its effects are rolled back, and the outcome is kept."""
     marked = caller.ask("refund", mark=True)
     if "requests" in request.node.callspec.params["caller"]:
         assert (marked.status_code, said(marked)) == (201, "stored")
@@ -111,7 +109,7 @@ def test_what_is_marked_for_rollback_is_no_success(caller: Caller, request: pyte
 @pytest.mark.server
 @pytest.mark.parametrize("caller", POSTGRES, indirect=True)
 def test_write_skew_is_503_and_the_retry_runs(caller: Caller) -> None:
-    """SQLite has one writer at a time, and so none."""
+    """SQLite has one writer at a time, so it has no write skew."""
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda name: caller.ask("leave", name), ("ann", "bob")))
     assert sorted(answer.status_code for answer in answers) == [200, 503]

@@ -52,7 +52,7 @@ class View:
 
 @pytest.mark.parametrize("page", [False, True], ids=["raised", "behind an error page"])
 def test_refused_view_is_503_and_the_retry_runs(shop: OnDjango, page: bool) -> None:
-    """An error page of Django's is no outcome, though this rule keeps all: its effects were rolled back."""
+    """Django's error page is no outcome, although this rule keeps all, because its effects were rolled back."""
     view = View()
     inner = convert_exception_to_response(view) if page else view
     middleware = IdempotencyMiddleware(inner)
@@ -82,6 +82,6 @@ async def test_refused_async_view_is_503_and_the_retry_runs(shop: OnDjango, tmp_
 
 
 def test_inner_middleware_leaves_the_transaction_to_the_outer(shop: OnDjango) -> None:
-    """The inner one would wait for the outer one, which waits for it."""
+    """The inner middleware would wait for the outer one, which waits for it."""
     middleware = IdempotencyMiddleware(IdempotencyMiddleware(lambda request: HttpResponse(current_operation().key)))
     assert [middleware(payment()).headers["Idempotency-Status"] for _ in range(2)] == ["stored", "replayed"]

@@ -1,4 +1,4 @@
-"""`effect = "transaction"` through the doors, over real sockets: committed before the first byte, or rolled back."""
+"""`effect = "transaction"` through the middlewares on real sockets: committed before the first byte, or rolled back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_KEPT = "CONFLICT.idempotency.outcome_not_kept"
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if "sqlite" in name else [pytest.mark.server]) for name in DOORS])
 async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shop]:
-    """The shop behind each door."""
+    """The shop behind each middleware."""
     name = DOORS[request.param][1]
     if name in ON_SQLITE:
         kind, url = ON_SQLITE[name], f"sqlite:///{tmp_path / 'shop.db'}"
@@ -59,7 +59,7 @@ def work(shop: Shop) -> Work:
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Iterator[httpx.Client]:
-    """A caller of the shop, through its door."""
+    """An HTTP client of the shop."""
     behind, _ = DOORS[request.node.callspec.params["shop"]]
     with behind(work, shop.guard) as client:
         yield client
@@ -73,7 +73,7 @@ def said(response: httpx.Response) -> str | None:
     return response.headers.get("idempotency-status")
 
 
-def test_a_success_is_committed_with_its_record_and_replayed(client: httpx.Client, work: Work) -> None:
+def test_success_is_committed_with_its_record_and_replayed(client: httpx.Client, work: Work) -> None:
     first, again = ask(client, "/refund"), ask(client, "/refund")
     assert (first.status_code, said(first), again.status_code, said(again)) == (201, "stored", 201, "replayed")
     assert first.json() == again.json() == {"run": 1}
@@ -90,7 +90,7 @@ def test_response_that_is_not_final_is_rolled_back(client: httpx.Client, work: W
 
 @pytest.mark.parametrize("way", ["status", "abort"])
 def test_final_refusal_is_stored_and_its_rows_rolled_back(client: httpx.Client, work: Work, way: str) -> None:
-    """By its status: a framework makes the same response of what a handler raises and of what it returns."""
+    """The status decides, because a framework makes the same response from a raised error and a returned one."""
     first, again = ask(client, "/refund", **{way: 422}), ask(client, "/refund", **{way: 422})
     assert (first.status_code, said(first), again.status_code, said(again)) == (422, "stored", 422, "replayed")
     assert first.content == again.content
@@ -110,8 +110,8 @@ def test_refused_stream_is_rolled_back_before_it_begins(client: httpx.Client, wo
     assert work.shop.refunds() == []
 
 
-def test_a_stream_begins_when_its_transaction_is_over(client: httpx.Client, work: Work) -> None:
-    """Behind the first chunk, rows are counted by another connection, and op.connection is asked for."""
+def test_stream_begins_after_the_commit(client: httpx.Client, work: Work) -> None:
+    """After the first chunk, another connection counts the rows, and the handler asks for op.connection."""
     first = ask(client, "/stream")
     assert (first.status_code, said(first)) == (201, "unstored")
     assert first.text.startswith("begun 1 The transaction is over")
@@ -128,7 +128,7 @@ def test_stream_that_is_not_final_is_rolled_back_first(client: httpx.Client, wor
     assert ask(client, "/stream", status=503).status_code == 503
 
 
-def test_of_ten_at_once_one_performs(client: httpx.Client, work: Work) -> None:
+def test_ten_concurrent_requests_perform_once(client: httpx.Client, work: Work) -> None:
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: ask(client, "/refund"), range(10)))
     assert sorted(map(str, map(said, answers))) == ["replayed"] * 9 + ["stored"]
@@ -152,7 +152,7 @@ def test_refused_statement_is_503_and_the_retry_runs(client: httpx.Client, work:
 
 @pytest.fixture
 def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Iterator[httpx.Client]:
-    """A caller of a shop whose transactions are SERIALIZABLE, and in which two doctors are on call."""
+    """A client of a shop whose transactions are SERIALIZABLE and which has two doctors on call."""
     shop.execute("CREATE TABLE doctors (name text PRIMARY KEY, on_call boolean)")
     shop.execute("INSERT INTO doctors VALUES ('ann', true), ('bob', true)")
     shop.execute("ALTER DATABASE oncemore_effects SET default_transaction_isolation = serializable")
@@ -171,7 +171,7 @@ def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Itera
 def test_write_skew_is_503_and_the_retry_runs(
     request: pytest.FixtureRequest, serializing: httpx.Client, work: Work
 ) -> None:
-    """Each sees the other on call and leaves; the refused one sees at its retry that it is alone, and stays."""
+    """Each doctor sees the other on call and leaves.  The retry of the refused request sees one doctor, who stays."""
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda name: ask(serializing, "/leave", name), ("ann", "bob")))
     assert sorted(answer.status_code for answer in answers) == [200, 503]
@@ -188,7 +188,7 @@ def test_write_skew_is_503_and_the_retry_runs(
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_asgi_app_that_catches_a_refused_commit_gets_503(tmp_path: Path, status: int) -> None:
-    """The commit is refused within the app's last send; the app answers otherwise, but its effect was rolled back."""
+    """The commit is refused in the app's last send.  The app sends another response, but its effect was rolled back."""
     shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
     runs: list[int] = []
 
@@ -217,7 +217,7 @@ def test_asgi_app_that_catches_a_refused_commit_gets_503(tmp_path: Path, status:
 
 
 def test_wsgi_app_that_catches_a_refused_commit_gets_503(tmp_path: Path) -> None:
-    """The commit is refused within the app's own write; the app goes on writing, but its effect was rolled back."""
+    """The commit is refused in the app's own write.  The app goes on writing, but its effect was rolled back."""
     shop = ON_SQLITE["sqlite3"](f"sqlite:///{tmp_path / 'shop.db'}")
     runs: list[int] = []
 
@@ -244,13 +244,13 @@ def test_wsgi_app_that_catches_a_refused_commit_gets_503(tmp_path: Path) -> None
     assert shop.refunds() == ["run 2"]
 
 
-def test_a_stream_that_is_forgotten_cannot_be_transacted() -> None:
+def test_forgotten_streams_with_transaction_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'refuse' or 'store'"):
         Contract(Rule("POST /x", effect="transaction", streams="release"))
 
 
 async def test_background_task_is_dropped_if_the_transaction_was_rolled_back(tmp_path: Path) -> None:
-    """The handler has ended the transaction itself, so nothing of it lasts, and the client gets an error."""
+    """The handler has ended the transaction itself, so its work is rolled back, and the client gets an error."""
     told: list[str] = []
 
     async def pay(request: Request) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What a guard can be given, and what it says of what it cannot use."""
+"""The pools, engines and aliases that a guard accepts, and its errors for those that it cannot use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def pool(*args: Any, **kwargs: Any) -> Any:
         (["postgresql://h/d"], {"ssl": False}, {"host=h", "sslmode=disable"}),
     ],
 )
-async def test_the_ledger_is_where_the_pool_of_asyncpg_leads(args: Any, kwargs: Any, expected: set[str]) -> None:
+async def test_asyncpg_pools_address_is_the_ledgers(args: Any, kwargs: Any, expected: set[str]) -> None:
     url = Guard(await pool(*args, **kwargs)).store.url
     assert expected <= set(url.partition("?")[2].split("&"))
 
@@ -46,17 +46,17 @@ async def test_the_ledger_is_where_the_pool_of_asyncpg_leads(args: Any, kwargs: 
         ({"host": "h", "connect": lambda *_, **__: None}, "function of its own"),
     ],
 )
-async def test_an_address_that_cannot_be_known_is_asked_for(kwargs: dict[str, Any], complaint: str) -> None:
+async def test_asyncpg_pool_with_unknown_address_is_refused(kwargs: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         Guard(await pool(**kwargs))
 
 
-async def test_the_address_can_be_said_beside_the_pool() -> None:
+async def test_address_can_be_passed_with_an_asyncpg_pool() -> None:
     given = await pool(host="h", ssl=ssl.create_default_context())
     assert "sslmode=verify-full" in connect(given, sslmode="verify-full", schema="payments").url
 
 
-async def test_a_pool_that_was_not_opened_is_told_of(postgres_url: str) -> None:
+async def test_unopened_asyncpg_pool_is_refused(postgres_url: str) -> None:
     guard = Guard(await pool(postgres_url))
     with pytest.raises(ConfigurationError, match="await the pool"):
         await guard.arun(asked(), lambda op: None, policy=effect())
@@ -71,7 +71,7 @@ def effect() -> Any:
 
 @pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
 def test_connections_in_another_encoding_are_refused(postgres_url: str, postgres_schema: str, encoding: str) -> None:
-    """The key would be another one than in a process that has them in UTF-8, and its operation be performed there as well."""
+    """A process with connections in UTF-8 would store another key, and perform the operation again."""
     performed: list[str] = []
     with ConnectionPool(postgres_url, min_size=0, max_size=1, kwargs={"client_encoding": encoding}) as latin:
         guard = Guard(connect(latin, schema=postgres_schema), policy=POLICY)
@@ -82,20 +82,20 @@ def test_connections_in_another_encoding_are_refused(postgres_url: str, postgres
     assert performed == []
 
 
-def test_an_alias_that_django_does_not_know_is_refused(tmp_path: Any) -> None:
+def test_unknown_django_alias_is_refused(tmp_path: Any) -> None:
     DjangoSqlite(f"sqlite:///{tmp_path / 'shop.db'}")  # Django is configured
     with pytest.raises(ConfigurationError, match="names no database"):
         Guard("django:nowhere")
 
 
-def test_a_django_database_in_memory_is_refused(tmp_path: Any) -> None:
+def test_django_memory_database_is_refused(tmp_path: Any) -> None:
     shop = DjangoSqlite(f"sqlite:///{tmp_path / 'shop.db'}")
     connections.settings[shop.alias]["NAME"] = "file:memorydb?mode=memory&cache=shared"
     with pytest.raises(ConfigurationError, match="needs a file"):
         Guard(f"django:{shop.alias}")
 
 
-def test_an_operation_must_be_the_outermost_transaction_of_django(tmp_path: Any) -> None:
+def test_operation_inside_a_django_transaction_is_refused(tmp_path: Any) -> None:
     shop = DjangoSqlite(f"sqlite:///{tmp_path / 'shop.db'}")
     with transaction.atomic(using=shop.alias):
         with pytest.raises(ConfigurationError, match="outermost"):
@@ -121,7 +121,7 @@ except Exception as error:
         ("psycopg", "__import__('asyncpg').pool.Pool.__new__(__import__('asyncpg').Pool)", "postgres"),
     ],
 )
-def test_a_missing_driver_names_the_command_that_installs_it(hidden: str, source: str, extra: str) -> None:
+def test_missing_driver_names_its_install_command(hidden: str, source: str, extra: str) -> None:
     script = HIDDEN.format(hidden=hidden, source=source)
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
     assert told.startswith("MissingDriver: ")

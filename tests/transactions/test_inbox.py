@@ -71,8 +71,8 @@ def broken(shop: Shop, error: Exception | None = None) -> Handling:
     return handle
 
 
-async def test_a_repeated_event_is_acknowledged_with_the_first_ones_result(shop: Shop) -> None:
-    """Processed, then replayed."""
+async def test_repeated_event_is_acknowledged_with_the_first_result(shop: Shop) -> None:
+    """The first delivery is processed, the second one replayed."""
     inbox = Inbox(shop.guard)
     first = await deliver(shop, inbox, booking(shop))
     again = await deliver(shop, inbox, booking(shop))
@@ -102,7 +102,7 @@ async def test_the_same_id_with_another_payload_is_flagged(shop: Shop, caplog: p
     assert (await inbox.aflagged("orders")).records == ()
 
 
-async def test_the_same_id_of_another_source_is_another_event(shop: Shop) -> None:
+async def test_same_id_from_another_source_is_another_event(shop: Shop) -> None:
     inbox = Inbox(shop.guard)
     assert inbox.operation("ev_001", "payments", EVENT).id != inbox.operation("ev_001", "orders", EVENT).id
 
@@ -141,13 +141,13 @@ async def test_deliveries_that_killed_their_process_are_counted(shop: Shop) -> N
 
 
 async def arun_in(shop: Shop, inbox: Inbox) -> None:
-    """The same by the plain verbs, from a thread."""
+    """Do the same with the sync methods, on a thread."""
     assert [record.key for record in (await asyncio.to_thread(inbox.dead, "payments")).records] == ["ev_001"]
     await asyncio.to_thread(inbox.requeue, "ev_001", "payments")
 
 
 async def test_event_that_comes_too_early_never_becomes_dead(shop: Shop) -> None:
-    """Out of order: the state decides, and the sender's next delivery finds it as it should be."""
+    """Events may arrive out of order.  The sender's next delivery finds the expected state."""
     inbox = Inbox(shop.guard, attempts=1)
     for _ in range(3):
         with pytest.raises(WrongState):
@@ -157,8 +157,8 @@ async def test_event_that_comes_too_early_never_becomes_dead(shop: Shop) -> None
 
 @on_two_kinds
 @pytest.mark.parametrize("effect", ["transaction", "lease"])
-async def test_a_refusal_is_no_failure_before_or_between_others(shop: Shop, effect: Any) -> None:
-    """What came too early nine times and then failed once has failed once."""
+async def test_refusals_between_failures_are_not_counted(shop: Shop, effect: Any) -> None:
+    """An event that came too early nine times and then failed once has failed once."""
     inbox = Inbox(shop.guard, attempts=2, effect=effect)
 
     def failing(error: Exception) -> Handling:
@@ -189,7 +189,7 @@ async def test_requeued_event_given_up_by_broker_has_all_attempts(shop: Shop) ->
 
 @on_two_kinds
 async def test_requeued_event_half_marked_dead_has_all_attempts(shop: Shop) -> None:
-    """It was held, and then the process died: the count of its failures was still there."""
+    """The process died after the hold, and before it had removed the count of failures."""
     inbox = Inbox(shop.guard, attempts=2)
     operation = inbox.operation("ev_001", "payments", EVENT)
     with pytest.raises(RuntimeError):
@@ -204,8 +204,8 @@ async def test_requeued_event_half_marked_dead_has_all_attempts(shop: Shop) -> N
 
 @on_two_kinds
 @pytest.mark.parametrize("delivery", [1, 4])
-async def test_process_that_dies_while_it_buries_leaves_a_dead_letter(shop: Shop, delivery: int) -> None:
-    """Between the claim and the hold: the record says only that its holder has vanished."""
+async def test_process_killed_before_the_hold_leaves_a_dead_letter(shop: Shop, delivery: int) -> None:
+    """The process died between the claim and the hold, so the record only shows a lapsed lease."""
 
     class Killed(BaseException):
         pass
@@ -232,8 +232,8 @@ async def test_process_that_dies_while_it_buries_leaves_a_dead_letter(shop: Shop
     assert shop.refunds() == ["ev_001"]
 
 
-def test_no_event_dies_of_an_inbox_that_cannot_handle_any() -> None:
-    """Its handler was never called: the event is as good as new when the fault in the program is mended."""
+def test_misconfigured_inbox_makes_no_dead_letters() -> None:
+    """The handler was never called, so the event has all its attempts after the program is corrected."""
     guard = Guard("memory://")
     inbox = Inbox(guard, attempts=2)
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_no_event_dies_of_an_inbox_that_cannot_handle_any() -> None:
     assert not guard.list(Filter()).records
 
 
-async def test_what_the_store_cannot_do_comes_out(shop: Shop) -> None:
+async def test_store_errors_are_raised(shop: Shop) -> None:
     inbox = Inbox(shop.guard, attempts=1)
     with pytest.raises(StoreError):
         await deliver(shop, inbox, broken(shop, StoreError("the disk is full")))
@@ -276,7 +276,7 @@ def test_leased_event_in_doubt_is_held_and_no_dead_letter(error: Exception) -> N
 
 
 def test_unknown_outcome_of_last_delivery_is_no_dead_letter() -> None:
-    """Its process was killed while it handled the event, perhaps after the effect: to requeue it might repeat that."""
+    """The process was killed while it handled the event, maybe after the effect, which a requeue might repeat."""
     guard = Guard("memory://")
     inbox = Inbox(guard, effect="lease", attempts=3)
     run(guard.store.claim(inbox.operation("ev_001", "payments", EVENT), lease=30))
@@ -299,7 +299,7 @@ def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
 
 @on_two_kinds
 async def test_error_that_no_database_can_store_makes_a_dead_letter(shop: Shop) -> None:
-    """It would otherwise be handled, and fail, for ever."""
+    """Otherwise it would be handled, and would fail, for ever."""
 
     class Strange(Exception):
         def __repr__(self) -> str:
@@ -316,23 +316,23 @@ async def test_error_that_no_database_can_store_makes_a_dead_letter(shop: Shop) 
 
 
 @pytest.mark.parametrize("attempts", [0, "10"])
-def test_an_inbox_without_attempts_is_refused(attempts: Any) -> None:
+def test_inbox_without_attempts_is_refused(attempts: Any) -> None:
     with pytest.raises(ConfigurationError, match="at least 1"):
         Inbox(Guard("memory://"), attempts=attempts)
 
 
-def test_a_url_in_the_guards_place_is_told() -> None:
+def test_url_in_place_of_the_guard_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="guard is a str: make a Guard"):
         Inbox("sqlite:///shop.db")  # type: ignore[arg-type]
 
 
-def test_a_payload_in_the_sources_place_is_told() -> None:
+def test_payload_in_place_of_the_source_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"source is \{.*\}: it must be a text, as in handle\(id, source"):
         Inbox(Guard("memory://")).handle("ev_001", EVENT, "payments", print)  # type: ignore[arg-type]
 
 
 def test_handlers_own_mismatch_does_not_flag_the_event() -> None:
-    """Flagged is acknowledged: the event would never be handled."""
+    """A flagged event is acknowledged, so it would never be handled."""
     guard = Guard("memory://")
     inbox = Inbox(guard, effect="lease")
     guard.run(Operation("invoices", "i1", "one"), lambda op: None)
@@ -347,7 +347,7 @@ def test_handlers_own_mismatch_does_not_flag_the_event() -> None:
 
 @on_each_kind
 @pytest.mark.parametrize("settings", [{}, {"on_duplicate": "reject"}, {"on_duplicate": "ok"}])
-async def test_a_repeated_event_is_acknowledged_whatever_its_handler_gave(shop: Shop, settings: dict[str, Any]) -> None:
+async def test_repeated_event_with_any_handler_result_is_acknowledged(shop: Shop, settings: dict[str, Any]) -> None:
     inbox = Inbox(shop.guard, **settings)
 
     def handle(op: Op, payload: Any) -> Generator[Any, Any, Any]:
@@ -360,7 +360,7 @@ async def test_a_repeated_event_is_acknowledged_whatever_its_handler_gave(shop: 
 
 
 @on_each_kind
-async def test_an_error_that_is_the_outcome_is_acknowledged_each_time(shop: Shop) -> None:
+async def test_event_with_stored_error_is_acknowledged_each_time(shop: Shop) -> None:
     inbox = Inbox(shop.guard, errors=(LookupError,))
     received = [await deliver(shop, inbox, broken(shop, LookupError("no such payment"))) for _ in range(3)]
     assert [each.how for each in received] == ["processed", "duplicate", "duplicate"]
@@ -369,7 +369,7 @@ async def test_an_error_that_is_the_outcome_is_acknowledged_each_time(shop: Shop
 
 
 @pytest.mark.parametrize("event_id", ["", " ", "a\nb", "a\x00b", "x" * 256, None, 7])
-def test_an_event_without_a_proper_id_is_refused(event_id: Any) -> None:
+def test_event_without_a_valid_id_is_refused(event_id: Any) -> None:
     """All events without an id would be one event."""
     inbox = Inbox(Guard("memory://"), effect="lease")
     with pytest.raises(InvalidKey):
@@ -377,7 +377,7 @@ def test_an_event_without_a_proper_id_is_refused(event_id: Any) -> None:
 
 
 def test_only_dead_letters_are_listed_and_requeued() -> None:
-    """An outcome that nobody knows is held too: to have it handled again takes a decision, not a loop over the letters."""
+    """Unknown outcomes are held, too, but a person must decide about them, not a loop over dead letters."""
     guard = Guard("memory://")
     inbox = Inbox(guard, effect="lease", attempts=1)
 
@@ -416,7 +416,7 @@ def test_dead_letter_keeps_its_payload_until_it_is_handled() -> None:
     assert guard.find(*id).request == b""  # type: ignore[union-attr]
 
 
-def test_dead_letter_without_a_payload_that_can_be_kept() -> None:
+def test_payload_of_unknown_type_is_packed_as_nothing() -> None:
     assert packed({"when": object()}, ()) == b""
 
 
@@ -455,7 +455,7 @@ def test_dead_letter_too_large_for_steps_is_not_handled(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "use retention"), ({"keep": "success"}, "kept")])
-def test_an_inbox_has_a_retention_and_keeps_every_outcome(setting: dict[str, Any], message: str) -> None:
+def test_inbox_checks_its_retention_and_keeps_every_outcome(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Inbox(Guard("memory://"), **setting)
     errors = Inbox(Guard("memory://", policy=Policy(keep="success")), effect="lease", errors=(LookupError,))
@@ -471,7 +471,7 @@ def test_stored_error_no_longer_listed_is_acknowledged() -> None:
 
 
 def test_stored_value_of_a_forgotten_class_is_acknowledged() -> None:
-    """The event was handled; its sender would repeat it for ever, because of a class that a later release has renamed."""
+    """The event was handled.  Without an acknowledgement, its sender would repeat it for ever."""
     guard = Guard("memory://")
     former = Inbox(guard, effect="lease", types=(Booked,))
     assert former.handle("ev_001", "payments", EVENT, lambda op, body: Booked("10.00")).how == "processed"

@@ -1,4 +1,4 @@
-"""A claim within a transaction that meets a record: what it takes over, what it leaves, and that the borrower notices nothing."""
+"""A claim inside a transaction that meets a record takes it over or leaves it, and the performer notices nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit(op: Op) -> Any:
     return op.connection.execute("SELECT current_setting('lock_timeout')").fetchone()[0]
 
 
-def test_the_borrowers_own_limit_holds_again_after_the_claim(guard: Guard) -> None:
+def test_performers_lock_timeout_is_restored_after_the_claim(guard: Guard) -> None:
     assert guard.run(ASKED, limit).value == "0"
 
 
@@ -50,7 +50,7 @@ def test_lock_timeout_is_restored_after_taking_over_a_failure(guard: Guard) -> N
 
 @pytest.mark.parametrize("suspect", ["log", "flag"])
 def test_lock_timeout_is_restored_after_meeting_a_twin(guard: Guard, suspect: Any) -> None:
-    """The mark of the twin is in the way, and the performer goes on: not with the claim's patience, of a millisecond."""
+    """The twin's record prevents a claim, and the performer goes on, but without the claim's lock_timeout of 1 ms."""
     policy = dataclasses.replace(POLICY, suspect=suspect, in_flight="conflict")
     for key in ("k1", "k2"):
         assert guard.run(Operation("customer-1", key, "same"), limit, policy=policy).value == "0"
@@ -61,8 +61,8 @@ def test_too_long_name_is_refused_before_anything_happens(guard: Guard) -> None:
         guard.run(Operation("customer-1", secrets.token_hex(2000)), limit)
 
 
-def test_what_another_takes_over_in_between_is_that_ones(guard: Guard) -> None:
-    """Of two that find a failed attempt, one performs, and the other meets its outcome."""
+def test_record_taken_over_meanwhile_is_not_claimed_again(guard: Guard) -> None:
+    """If two callers find a failed attempt, one performs, and the other one gets the outcome."""
     with pytest.raises(RuntimeError):
         guard.run(ASKED, failing)
     assert guard.store.lender is not None

@@ -1,4 +1,4 @@
-"""Sessions in an operation's transaction: options of `op.session()`, and a session of one's own on SQLite."""
+"""Sessions in an operation's transaction: options of `op.session()`, and the user's own sessions on SQLite."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_own_session_on_sqlite_is_told_to_use_op_session(tmp_path: Path) -> None
             assert session.execute(text("SELECT count(*) FROM refunds")).scalar() == 2
 
 
-async def test_own_async_session_on_sqlite_is_told_too(tmp_path: Path) -> None:
+async def test_own_async_session_on_sqlite_is_refused(tmp_path: Path) -> None:
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/shop.db")
     async with engine.begin() as connection:
         await connection.execute(text("CREATE TABLE refunds (id text)"))

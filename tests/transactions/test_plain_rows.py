@@ -1,4 +1,4 @@
-"""What a borrower makes of its connection's rows is its own business: neither the ledger nor the next borrower sees it."""
+"""A performer may set row factories on its connection.  They affect neither the ledger nor the next performer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_POSTGRES = [pytest.param(name, marks=pytest.mark.server) for name in ("psycop
 
 
 def as_dict(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
-    """As in the documentation of sqlite3."""
+    """The row factory from the documentation of sqlite3."""
     return {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
 
 
@@ -46,7 +46,7 @@ def otherwise(shop: Shop, change: Callable[[Any], None]) -> Performer:
 
 @pytest.mark.parametrize("shop", OURS, indirect=True)
 @pytest.mark.parametrize("change", [dicts, in_bytes])
-async def test_the_ledger_reads_its_own_rows_as_ever(shop: Shop, change: Any) -> None:
+async def test_ledger_ignores_the_performers_row_factory(shop: Shop, change: Any) -> None:
     guard = Guard(shop.guard.store, policy=POLICY, cache=0)
     assert (await shop.run(asked(), otherwise(shop, change), guard)).how == "stored"
     assert (await shop.run(asked(), otherwise(shop, change), guard)).how == "replayed"
@@ -59,7 +59,7 @@ async def test_the_ledger_reads_its_own_rows_as_ever(shop: Shop, change: Any) ->
 
 
 @pytest.mark.parametrize("shop", [*OURS, *ON_POSTGRES], indirect=True)
-async def test_the_next_borrower_has_plain_rows(shop: Shop) -> None:
+async def test_next_performer_gets_plain_rows(shop: Shop) -> None:
     def perform(op: Op) -> Performing:
         seven = yield shop.ask(op, "SELECT 7 AS seven")
         return seven
@@ -69,7 +69,7 @@ async def test_the_next_borrower_has_plain_rows(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("shop", [*OURS, *ON_POSTGRES], indirect=True)
-async def test_transitions_read_plain_rows_and_leave_the_borrower_its_own(shop: Shop) -> None:
+async def test_transitions_ignore_and_keep_the_performers_row_factory(shop: Shop) -> None:
     refunds = Transitions("refunds", {("x", "close"): "closed"}, state="made_in")
 
     def perform(op: Op) -> Performing:

@@ -1,4 +1,4 @@
-"""Effects in the same transaction behind a pooler in transaction mode, where each transaction may meet another server process."""
+"""Transactions behind a pooler in transaction mode, in which each transaction may run in another server process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_pooler_that_repeats_client_encoding_is_supported(
         guard.close()
 
 
-def test_a_pool_that_prepares_statements_is_told_not_to(url: str, pgbouncer_url: str, postgres_schema: str) -> None:
+def test_pool_that_prepares_behind_a_pooler_is_refused(url: str, pgbouncer_url: str, postgres_schema: str) -> None:
     pools = [ConnectionPool(pgbouncer_url, min_size=0, max_size=1, open=True) for _ in range(2)]
     guards = [Guard(connect(pool, schema=postgres_schema)) for pool in pools]
 

@@ -1,4 +1,4 @@
-"""What a transaction costs more with a guard than without: counted on the wire, between each driver and the server."""
+"""The round trips that a guard adds to a transaction, counted between each driver and the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/howto/transactions.md"
 
 
 class CountingProxy(FaultProxy):
-    """Counts how often the client speaks after the server has: a round trip each."""
+    """Counts round trips: how often the client sends after the server has sent."""
 
     turns = 0
     _clients_turn = True
@@ -43,7 +43,7 @@ class CountingProxy(FaultProxy):
 
 
 class Heard:
-    """A reader that tells of what is read."""
+    """A reader that reports each read."""
 
     def __init__(self, source: Any, tell: Callable[[], None]) -> None:
         self.source = source
@@ -115,7 +115,7 @@ MORE = dict.fromkeys(FLAVOURS, 0) | {"asyncpg": 2, "alchemy-psycopg2": 2, "alche
 
 @pytest.mark.parametrize("name", FLAVOURS)
 async def test_guard_adds_the_documented_round_trips(shops_url: str, name: str) -> None:
-    """As the table on the page about transactions says."""
+    """The numbers are those of the table on the page about transactions."""
     url = emptied(shops_url)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # one thread, one connection of Django's
     with CountingProxy.before(url) as proxy:
@@ -132,7 +132,7 @@ async def test_guard_adds_the_documented_round_trips(shops_url: str, name: str) 
 
 
 async def counts(shop: Shop, proxy: CountingProxy, plainly: Callable[[Any], Awaitable[None]]) -> tuple[int, int]:
-    """Round trips without the guard, and with it, when connections are open and statements prepared."""
+    """Return the round trips without and with the guard, on open connections with prepared statements."""
     for number in range(3):
         await shop.run(asked(f"warm-{number}"), refund(shop))
     plain, guarded = [], []

@@ -1,4 +1,4 @@
-"""A performer that rolls back to a savepoint of its own keeps its transaction, also if psycopg has prepared statements."""
+"""A performer that rolls back to its own savepoint keeps its transaction, also if psycopg has prepared statements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from oncemore._runtime.plan import run
 pytestmark = pytest.mark.server
 
 
-def test_savepoint_rollback_on_warm_connection_commits_at_the_first_try(
-    postgres_url: str, postgres_schema: str
-) -> None:
+def test_savepoint_rollback_on_warm_connection_commits_at_first_try(postgres_url: str, postgres_schema: str) -> None:
     guard = Guard(f"{postgres_url}?schema={postgres_schema}&pool=1")
     policy = Policy(effect="transaction")
 

@@ -1,4 +1,4 @@
-"""What becomes of a transaction on a SQLite file that is locked, full, missing, or closed by the performer itself."""
+"""Transactions on a SQLite file that is locked, full or missing, or whose connection the performer closes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OURS = ["sqlite3", "aiosqlite"]
 
 @contextlib.contextmanager
 def locked(shop: Shop) -> Iterator[None]:
-    """While this lasts, another process has the file."""
+    """Lock the file, as another process would, until the end of the block."""
     other = sqlite3.connect(shop.url.removeprefix("sqlite:///"), isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
@@ -43,7 +43,7 @@ def locked(shop: Shop) -> Iterator[None]:
 
 @pytest.mark.parametrize("shop", ["aiosqlite"], indirect=True)
 async def test_cancel_while_the_file_is_locked_frees_the_loop(shop: Shop) -> None:
-    """As within a cancel scope of anyio's: each await of the tidying up is cancelled, too."""
+    """A cancel scope of anyio also cancels each await of the clean-up."""
     await shop.run(asked("first"), refund(shop))
     began = time.monotonic()
     with locked(shop), anyio.move_on_after(0.1) as scope:
@@ -67,7 +67,7 @@ async def test_lock_timeout_is_waited_for_only_once(kind: str, tmp_path: Path) -
 
 @pytest.fixture
 def workers_end() -> Callable[[], None]:
-    """Returns when no connection of aiosqlite's is left that the test has opened; another's may be there still."""
+    """Return when all aiosqlite connections of this test are closed.  Those of other tests may still be open."""
     before = threading.enumerate()
 
     def wait() -> None:
@@ -83,7 +83,7 @@ def is_worker(thread: threading.Thread) -> bool:
     return "_connection_worker" in thread.name
 
 
-def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, workers_end: Callable[[], None]) -> None:
+def test_ended_event_loops_leave_no_threads(tmp_path: Path, workers_end: Callable[[], None]) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=POLICY)
 
     async def perform(op: Op) -> None:
@@ -99,8 +99,8 @@ def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, wo
 
 
 @pytest.mark.parametrize("kind", OURS)
-async def test_foreign_keys_are_enforced_where_the_url_says_so(kind: str, tmp_path: Path) -> None:
-    """No borrower could: SQLite takes no such word within a transaction."""
+async def test_foreign_keys_option_enforces_foreign_keys(kind: str, tmp_path: Path) -> None:
+    """The performer could not enable them, because SQLite ignores this PRAGMA inside a transaction."""
     async for shop in opened(ON_SQLITE[kind], f"sqlite:///{tmp_path / 'shop.db'}"):
         shop.execute("CREATE TABLE lines (refund text REFERENCES refunds)")
         keeping = Guard(f"{shop.url}?foreign_keys=true", policy=POLICY)
@@ -126,7 +126,7 @@ def test_lease_inside_transaction_on_same_file_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shop", OURS, indirect=True)
-async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> None:
+async def test_connection_closed_by_the_performer_raises_transaction_ended(shop: Shop) -> None:
     def perform(op: Op) -> Performing:
         yield shop.insert(op, op.key)
         yield Closing(op)
@@ -140,7 +140,7 @@ async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> 
 
 @pytest.mark.parametrize("shop", ["django-sqlite", "django-sqlite-async"], indirect=True)
 async def test_django_connection_closed_by_performer_keeps_the_fingerprint(shop: Shop) -> None:
-    """The failure is noted in another transaction, at once, on the same thread."""
+    """The failure is noted immediately, in another transaction on the same thread."""
 
     def perform(op: Op) -> Performing:
         yield shop.insert(op, op.key)
@@ -184,7 +184,7 @@ def made(kind: str, path: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["url", "engine", "async engine"])
 @pytest.mark.parametrize("broken", ["missing", "no database"])
-async def test_a_file_that_cannot_be_used_is_the_stores_trouble(
+async def test_unusable_file_is_a_store_error(
     kind: str, broken: str, tmp_path: Path, workers_end: Callable[[], None]
 ) -> None:
     path = tmp_path / "nowhere" / "shop.db" if broken == "missing" else tmp_path / "shop.db"
@@ -201,7 +201,7 @@ async def test_a_file_that_cannot_be_used_is_the_stores_trouble(
 
 
 def test_deferred_constraint_fails_like_the_performer(tmp_path: Path) -> None:
-    """It is no fault of the store's, and to try again would not help."""
+    """The store is not at fault, and a retry would not help."""
     engine = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
     event.listen(engine, "connect", lambda raw, _: raw.execute("PRAGMA foreign_keys = ON"))
     guard = Guard(engine, policy=POLICY)

@@ -1,4 +1,4 @@
-"""Steps on every store: what they need of a ledger, each ledger has."""
+"""Operations in steps work on every store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Order:
         return receipt
 
 
-async def test_it_goes_on_behind_the_last_checkpoint(guard: Guard) -> None:
+async def test_retry_continues_after_the_last_checkpoint(guard: Guard) -> None:
     order = Order(RuntimeError())
     with pytest.raises(RuntimeError):
         await guard.arun(ASKED, order.pay)
@@ -69,7 +69,7 @@ async def test_it_goes_on_behind_the_last_checkpoint(guard: Guard) -> None:
     assert order.log == ["reserve", order.log[1]]
 
 
-async def test_a_completer_finds_and_finishes_it(guard: Guard) -> None:
+async def test_completer_finds_and_finishes_the_operation(guard: Guard) -> None:
     order = Order(RuntimeError())
     with pytest.raises(RuntimeError):
         await guard.arun(ASKED, order.pay)
@@ -79,7 +79,7 @@ async def test_a_completer_finds_and_finishes_it(guard: Guard) -> None:
     assert len(order.log) == 2
 
 
-async def test_a_failure_is_undone_once(guard: Guard) -> None:
+async def test_failed_operation_is_undone_once(guard: Guard) -> None:
     order = Order(LookupError("declined"))
     assert (await guard.arun(ASKED, order.pay)).outcome.kind == "error"
     guard.cache = Guard("memory://").cache
@@ -98,7 +98,7 @@ async def test_changed_steps_are_refused(guard: Guard) -> None:
         await guard.arun(ASKED, changed)
 
 
-async def test_a_deleted_operation_begins_anew(guard: Guard) -> None:
+async def test_deleted_operation_starts_again(guard: Guard) -> None:
     order = Order()
     await guard.arun(ASKED, order.pay)
     await guard.adelete(*ASKED.id)
@@ -107,7 +107,7 @@ async def test_a_deleted_operation_begins_anew(guard: Guard) -> None:
     assert len(order.log) == 4
 
 
-async def test_no_other_key_takes_an_order_that_is_unfinished(guard: Guard) -> None:
+async def test_unfinished_unique_order_is_refused_under_other_keys(guard: Guard) -> None:
     first, second = (msgspec.structs.replace(ASKED, key=key, fingerprint=key, unique="order-7") for key in ("k1", "k2"))
     order, other = Order(RuntimeError()), Order()
     with pytest.raises(RuntimeError):
@@ -121,7 +121,7 @@ async def test_no_other_key_takes_an_order_that_is_unfinished(guard: Guard) -> N
     assert (len(order.log), other.log) == (2, [])
 
 
-async def test_an_order_that_failed_for_good_is_free_again(guard: Guard) -> None:
+async def test_unique_order_that_failed_for_good_is_free(guard: Guard) -> None:
     first, second = (msgspec.structs.replace(ASKED, key=key, fingerprint=key, unique="order-7") for key in ("k1", "k2"))
     order = Order(LookupError("declined"))
     assert (await guard.arun(first, order.pay)).outcome.kind == "error"

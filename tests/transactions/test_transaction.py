@@ -51,7 +51,7 @@ def refund(shop: Shop, id: str = "", *, seconds: float = 0.0) -> Performer:
 
 
 class Entered(threading.Event):
-    """Set when a performer is at work; *left* is for the test to set, and ends that work."""
+    """An event that is set when a performer starts.  The test sets *left* to end the performer's work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ async def test_effect_and_outcome_commit_together_and_replay(shop: Shop) -> None
     assert shop.refunds() == ["k"]
 
 
-async def test_another_process_replays_it_from_the_ledger(shop: Shop) -> None:
+async def test_another_process_replays_from_the_ledger(shop: Shop) -> None:
     first = await shop.run(asked(), refund(shop))
     shop.guard.cache.drop(asked().id)
     again = await shop.run(asked(), refund(shop))
@@ -105,7 +105,7 @@ async def test_another_process_replays_it_from_the_ledger(shop: Shop) -> None:
     assert shop.refunds() == ["k"]
 
 
-async def test_a_failure_leaves_no_effect_and_the_next_one_performs(shop: Shop) -> None:
+async def test_failure_leaves_no_effect_and_the_retry_performs(shop: Shop) -> None:
     with pytest.raises(RuntimeError, match="no luck"):
         await shop.run(asked(), failing(shop, RuntimeError("no luck")))
     assert shop.refunds() == []
@@ -118,7 +118,7 @@ async def test_a_failure_leaves_no_effect_and_the_next_one_performs(shop: Shop) 
     "error", [RuntimeError("no luck"), WrongState("'p1' is 'authorized'")], ids=["error", "refusal"]
 )
 async def test_other_payload_is_refused_after_a_failure(shop: Shop, error: Exception) -> None:
-    """A refusal that the performer raises is its failure like any other."""
+    """A refusal that the performer raises counts as a failure like any other error."""
     with pytest.raises(type(error)):
         await shop.run(asked(), failing(shop, error))
     with pytest.raises(PayloadMismatch):
@@ -126,7 +126,7 @@ async def test_other_payload_is_refused_after_a_failure(shop: Shop, error: Excep
     assert shop.refunds() == []
 
 
-async def test_another_request_cannot_have_the_key_after_it_has_settled(shop: Shop) -> None:
+async def test_other_payload_is_refused_after_a_settle(shop: Shop) -> None:
     await shop.run(asked(), refund(shop))
     shop.guard.cache.drop(asked().id)
     with pytest.raises(PayloadMismatch):
@@ -141,7 +141,7 @@ async def test_ten_concurrent_calls_perform_once(shop: Shop) -> None:
     assert shop.refunds() == ["k"]
 
 
-async def test_one_who_waits_for_a_failing_one_takes_its_place(shop: Shop) -> None:
+async def test_waiter_performs_after_the_first_call_failed(shop: Shop) -> None:
 
     entered = Entered()
     first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 0.2, RuntimeError())))
@@ -153,12 +153,12 @@ async def test_one_who_waits_for_a_failing_one_takes_its_place(shop: Shop) -> No
     assert shop.refunds() == ["k"]
 
 
-async def test_one_may_wait_for_longer_than_a_database_can_count(shop: Shop) -> None:
+async def test_wait_longer_than_the_databases_limit_is_accepted(shop: Shop) -> None:
     answer = await shop.run(asked(), refund(shop), policy=policy(wait="60d"))
     assert (answer.how, shop.refunds()) == ("stored", ["k"])
 
 
-async def test_one_who_must_not_wait_is_told_that_it_runs(shop: Shop) -> None:
+async def test_duplicate_without_wait_is_in_progress(shop: Shop) -> None:
     entered = Entered()
     first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
@@ -169,7 +169,7 @@ async def test_one_who_must_not_wait_is_told_that_it_runs(shop: Shop) -> None:
     assert shop.refunds() == ["k"]
 
 
-async def test_waiting_ends_with_the_callers_patience(shop: Shop) -> None:
+async def test_waiting_ends_after_the_callers_wait(shop: Shop) -> None:
     entered = Entered()
     first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
@@ -179,7 +179,7 @@ async def test_waiting_ends_with_the_callers_patience(shop: Shop) -> None:
     assert (await first).how == "stored"
 
 
-async def test_different_keys_do_not_disturb_each_other(shop: Shop) -> None:
+async def test_different_keys_do_not_wait_for_each_other(shop: Shop) -> None:
     answers = await asyncio.gather(*(shop.run(asked(f"k{n}"), refund(shop)) for n in range(20)))
     assert {answer.how for answer in answers} == {"stored"}
     assert len(shop.refunds()) == 20
@@ -203,7 +203,7 @@ async def test_error_outcome_is_kept_and_its_effect_rolled_back(shop: Shop) -> N
 
 
 @pytest.mark.parametrize("word", ["COMMIT", "ROLLBACK"])
-async def test_to_end_the_transaction_behind_the_guards_back_is_noticed(shop: Shop, word: str) -> None:
+async def test_transaction_ended_by_the_performer_is_noticed(shop: Shop, word: str) -> None:
     def perform(op: Op) -> Performing:
         yield shop.insert(op, "before")
         yield shop.sql(op, word)
@@ -215,7 +215,7 @@ async def test_to_end_the_transaction_behind_the_guards_back_is_noticed(shop: Sh
 
 
 @pytest.mark.parametrize("word", ["COMMIT", "ROLLBACK"])
-async def test_to_end_the_transaction_and_begin_another_is_noticed_too(shop: Shop, word: str) -> None:
+async def test_transaction_replaced_by_the_performer_is_noticed(shop: Shop, word: str) -> None:
     def perform(op: Op) -> Performing:
         yield shop.sql(op, word)
         yield shop.sql(op, "BEGIN")
@@ -227,7 +227,7 @@ async def test_to_end_the_transaction_and_begin_another_is_noticed_too(shop: Sho
     assert shop.refunds() == []
 
 
-async def test_what_was_committed_behind_the_guards_back_is_in_doubt(shop: Shop) -> None:
+async def test_performers_own_commit_is_unknown(shop: Shop) -> None:
 
     def perform(op: Op) -> Performing:
         yield shop.insert(op, "before")
@@ -247,7 +247,7 @@ async def test_what_was_committed_behind_the_guards_back_is_in_doubt(shop: Shop)
 
 @on_each_kind
 async def test_slow_performers_own_commit_is_unknown(shop: Shop) -> None:
-    """Its lease is over by then: to note its failure must not make way for a second refund."""
+    """Its lease has ended, so a note of its failure must not allow a second refund."""
 
     def perform(op: Op) -> Performing:
         yield shop.insert(op, "before")
@@ -264,7 +264,7 @@ async def test_slow_performers_own_commit_is_unknown(shop: Shop) -> None:
 
 @on_each_kind
 @pytest.mark.parametrize(("verdict", "expected"), [("settled", []), ("released", ["k"])])
-async def test_a_resolver_decides_about_a_lease_that_lapsed(shop: Shop, verdict: str, expected: list[str]) -> None:
+async def test_resolver_decides_about_a_lapsed_lease(shop: Shop, verdict: str, expected: list[str]) -> None:
     await shop.guard.arun(asked("other"), lambda _: 1, policy=Policy())  # the tables are there
     lapsing = Policy(effect="lease", lease=0.01)
     await arun(shop.guard.store.claim(asked(), lease=lapsing.lease))
@@ -278,8 +278,8 @@ async def test_a_resolver_decides_about_a_lease_that_lapsed(shop: Shop, verdict:
     assert shop.refunds() == expected
 
 
-async def test_one_that_runs_under_a_lease_is_waited_for(shop: Shop) -> None:
-    """A rule that was `lease` until the last deployment."""
+async def test_operation_running_under_a_lease_is_waited_for(shop: Shop) -> None:
+    """The rule's level was `lease` until the last deployment."""
     entered = asyncio.Event()
 
     async def slow(op: Op) -> str:
@@ -307,7 +307,7 @@ async def test_lapsed_lease_is_taken_over_with_retry(shop: Shop) -> None:
 
 @on_each_kind
 async def test_unknown_unique_order_is_refused_under_other_keys(shop: Shop) -> None:
-    """The effect was committed behind the guard's back, and with it that the order was being refunded."""
+    """The performer committed the effect itself, and the running record of the unique order with it."""
 
     def perform(op: Op) -> Performing:
         yield shop.insert(op, "before")
@@ -326,8 +326,8 @@ async def test_unknown_unique_order_is_refused_under_other_keys(shop: Shop) -> N
 
 
 @on_each_kind
-async def test_a_turn_whose_holder_vanished_is_the_next_ones(shop: Shop) -> None:
-    """Those who take turns share nothing that could be in doubt; under a lease it is so too."""
+async def test_turn_of_a_vanished_holder_is_taken_over(shop: Shop) -> None:
+    """Requests that take turns share no outcome that could be unknown, also under a lease."""
     await arun(shop.guard.store.claim(Operation("serial", "/orders/1"), lease=0.01))
     shop.guard.store.shift = 60.0
     answer = await shop.run(asked(unique="/orders/1"), refund(shop), policy=policy(on_unique="serialize"))
@@ -335,7 +335,7 @@ async def test_a_turn_whose_holder_vanished_is_the_next_ones(shop: Shop) -> None
 
 
 async def test_two_keys_for_one_order_make_one_refund(shop: Shop) -> None:
-    """Unique_by as a real constraint; the loser waits for the winner's commit and replays."""
+    """`unique_by` acts as a database constraint: the loser waits for the winner's commit, and replays."""
     answers = await asyncio.gather(
         *(shop.run(asked(f"k{n}", unique="order-1"), refund(shop, seconds=0.1)) for n in range(4))
     )
@@ -343,7 +343,7 @@ async def test_two_keys_for_one_order_make_one_refund(shop: Shop) -> None:
     assert len(shop.refunds()) == 1
 
 
-async def test_the_loser_takes_the_winners_place_where_that_fails(shop: Shop) -> None:
+async def test_loser_performs_if_the_winner_fails(shop: Shop) -> None:
     entered = Entered()
     first = asyncio.create_task(shop.run(asked("k1", unique="order-1"), slow(shop, entered, 0.2, RuntimeError())))
     await entered.seen()
@@ -355,7 +355,7 @@ async def test_the_loser_takes_the_winners_place_where_that_fails(shop: Shop) ->
 
 
 @on_each_kind
-async def test_another_principals_order_is_refused_and_not_shown(shop: Shop) -> None:
+async def test_another_principals_unique_order_is_refused_and_not_shown(shop: Shop) -> None:
     await shop.run(asked("k1", unique="order-1"), refund(shop))
     stranger = Operation("customer-2", "k2", "same", "refunds.create", unique="order-1")
     with pytest.raises(Duplicate):
@@ -366,7 +366,7 @@ async def test_another_principals_order_is_refused_and_not_shown(shop: Shop) -> 
 
 
 @on_each_kind
-async def test_an_outcome_that_is_no_success_leaves_the_order_free(shop: Shop) -> None:
+async def test_outcome_that_is_no_success_leaves_the_order_free(shop: Shop) -> None:
     settings = policy(errors=(LookupError,), keep="final")
     first = await shop.run(asked("k1", unique="order-1"), failing(shop, LookupError()), policy=settings)
     assert first.outcome.kind == "error"
@@ -375,7 +375,7 @@ async def test_an_outcome_that_is_no_success_leaves_the_order_free(shop: Shop) -
 
 @on_each_kind
 @pytest.mark.parametrize("state", ["running", "held"])
-async def test_an_order_that_a_lease_has_is_not_taken(shop: Shop, state: str) -> None:
+async def test_order_claimed_under_a_lease_is_not_taken(shop: Shop, state: str) -> None:
     lease = await arun(shop.guard.store.claim(Operation("unique|refunds.create", "order-1"), lease=30))
     if state == "held":
         await arun(shop.guard.store.hold(lease))  # type: ignore[arg-type]
@@ -385,7 +385,7 @@ async def test_an_order_that_a_lease_has_is_not_taken(shop: Shop, state: str) ->
 
 
 @on_each_kind
-async def test_the_same_request_under_another_key_is_suspected(shop: Shop) -> None:
+async def test_same_request_under_another_key_is_suspected(shop: Shop) -> None:
     settings = policy(suspect="reject")
     await shop.run(asked("k1"), refund(shop), policy=settings)
     with pytest.raises(Suspected):
@@ -403,7 +403,7 @@ async def test_suspected_twin_can_replay_the_first(shop: Shop) -> None:
 
 
 @on_each_kind
-async def test_a_key_that_is_too_old_is_refused(shop: Shop) -> None:
+async def test_too_old_key_is_refused(shop: Shop) -> None:
     with pytest.raises(KeyExpired):
         await shop.run(asked(issued_at=1.0), refund(shop), policy=policy(late="refuse"))
     assert shop.refunds() == []
@@ -420,7 +420,7 @@ async def test_expired_audited_record_makes_way_for_a_new_one(shop: Shop) -> Non
 
 
 @on_each_kind
-async def test_retention_can_count_from_the_last_access(shop: Shop) -> None:
+async def test_retention_from_the_last_access_is_extended(shop: Shop) -> None:
     settings = policy(ttl_from="access", ttl="1h")
     await shop.run(asked(), refund(shop), policy=settings)
     shop.guard.store.shift = 3000.0
@@ -430,7 +430,7 @@ async def test_retention_can_count_from_the_last_access(shop: Shop) -> None:
 
 
 @on_each_kind
-async def test_outcomes_are_sealed_in_transactions_too(shop: Shop) -> None:
+async def test_outcomes_are_sealed_in_transactions(shop: Shop) -> None:
     store = shop.guard.store
     sealed = Guard(store, policy=POLICY, seal=Seal([secrets.token_bytes(32)]))
     settings = policy(suspect="replay")
@@ -445,8 +445,8 @@ async def test_outcomes_are_sealed_in_transactions_too(shop: Shop) -> None:
     assert b"refund" not in record.outcome.body
 
 
-async def test_a_cancelled_performer_is_rolled_back(shop: Shop) -> None:
-    """A thread cannot be cancelled: there, the interruption comes from within."""
+async def test_cancelled_performer_is_rolled_back(shop: Shop) -> None:
+    """A thread cannot be cancelled, so there the performer raises the interrupt itself."""
     entered = Entered()
     if shop.sync:
 
@@ -467,7 +467,7 @@ async def test_a_cancelled_performer_is_rolled_back(shop: Shop) -> None:
 
 
 async def test_deferred_constraint_fails_like_the_performer(postgres_shop: Shop) -> None:
-    """It is no fault of the store's, and to try again would not help."""
+    """The store is not at fault, and a retry would not help."""
     shop = postgres_shop
     shop.execute("ALTER TABLE refunds ADD CONSTRAINT one UNIQUE (made_in) DEFERRABLE INITIALLY DEFERRED")
 
@@ -484,15 +484,15 @@ async def test_deferred_constraint_fails_like_the_performer(postgres_shop: Shop)
 
 
 class Refused(Exception):
-    """What a driver raises when the database refuses a transaction for what others did."""
+    """Stands for a driver's error when the database refuses a transaction because of another one."""
 
     sqlstate = "40001"
     sqlite_errorcode = 5
 
 
 @pytest.mark.parametrize("errors", [(), (Exception,)])
-async def test_what_the_database_refuses_is_run_again(shop: Shop, errors: tuple[type[Exception], ...]) -> None:
-    """It is no outcome, whatever the performer's own errors are."""
+async def test_transaction_refused_by_database_is_run_again(shop: Shop, errors: tuple[type[Exception], ...]) -> None:
+    """The refusal is no outcome, even if the policy keeps all errors."""
     runs: list[int] = []
 
     def perform(op: Op) -> Performing:
@@ -509,7 +509,7 @@ async def test_what_the_database_refuses_is_run_again(shop: Shop, errors: tuple[
 
 
 @on_each_kind
-async def test_what_the_ledger_refuses_is_no_outcome_either(shop: Shop) -> None:
+async def test_refusal_of_the_ledger_is_no_outcome(shop: Shop) -> None:
     await arun(shop.guard.store.claim(Operation("unique|refunds.create", "order-1"), lease=30))
     settings = policy(errors=(Exception,))
     with pytest.raises(InProgress):
@@ -518,7 +518,7 @@ async def test_what_the_ledger_refuses_is_no_outcome_either(shop: Shop) -> None:
 
 
 @on_each_kind
-async def test_it_is_not_run_again_for_ever(shop: Shop) -> None:
+async def test_refused_transaction_is_not_run_again_for_ever(shop: Shop) -> None:
     runs: list[int] = []
 
     def perform(op: Op) -> Performing:
@@ -533,7 +533,7 @@ async def test_it_is_not_run_again_for_ever(shop: Shop) -> None:
 
 
 @on_each_kind
-async def test_events_tell_what_happens(shop: Shop) -> None:
+async def test_events_are_emitted_for_each_transition(shop: Shop) -> None:
     told: list[str] = []
     guard = Guard(shop.guard.store, policy=POLICY, observers=[lambda event: told.append(event.kind)])
     await shop.run(asked(), refund(shop), guard)
@@ -546,12 +546,12 @@ async def test_events_tell_what_happens(shop: Shop) -> None:
     assert told == ["claimed", "settled", "replayed", "claimed", "released", "refused"]
 
 
-def test_a_store_without_transactions_says_what_is_needed() -> None:
+def test_store_without_transactions_names_the_stores_with_them() -> None:
     with pytest.raises(ConfigurationError, match="postgresql://"):
         Guard("memory://", policy=POLICY).run(asked(), lambda op: None)
 
 
-def test_a_leased_operation_has_no_connection() -> None:
+def test_leased_operation_has_no_connection() -> None:
     with pytest.raises(ConfigurationError, match="effect = 'transaction'"):
         Guard("memory://").run(asked(), lambda op: op.connection)
 
@@ -560,10 +560,8 @@ def test_a_leased_operation_has_no_connection() -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.server) for name in ("psycopg", "psycopg-async", "pool", "pool-async")],
 )
-async def test_prepared_statements_that_the_borrower_has_forgotten_are_prepared_again(
-    name: str, shops_url: str
-) -> None:
-    """Psycopg has them all forgotten after a rollback of its own, also to a savepoint."""
+async def test_statements_deallocated_by_the_performer_are_prepared_again(name: str, shops_url: str) -> None:
+    """psycopg deallocates all prepared statements after its own rollback, also to a savepoint."""
 
     def forgetful(op: Op) -> Performing:
         yield shop.insert(op, op.key)
@@ -586,8 +584,8 @@ async def test_prepared_statements_that_the_borrower_has_forgotten_are_prepared_
 
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["psycopg", "psycopg-async"])
-async def test_statements_that_fail_do_not_pile_up_on_the_server(kind: str, shops_url: str) -> None:
-    """Each is prepared once, or again after psycopg has prepared its own first one; never once per failure."""
+async def test_failing_statements_do_not_pile_up_on_the_server(kind: str, shops_url: str) -> None:
+    """Each statement is prepared once, or again after psycopg prepares its own first one, but not at each failure."""
     async for shop in opened(ON_POSTGRES[kind], f"{emptied(shops_url)}?application_name=shop&schema=public&pool=1"):
         shop.execute("ALTER TABLE refunds ADD CONSTRAINT one UNIQUE (made_in) DEFERRABLE INITIALLY DEFERRED")
         await shop.run(asked("first"), refund(shop))

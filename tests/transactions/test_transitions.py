@@ -1,4 +1,4 @@
-"""State changes on every driver: the seeds' offers and matches."""
+"""State changes of offers and matches on every driver."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ EITHER = ["sqlite3", pytest.param("psycopg-async", marks=pytest.mark.server)]
 
 @pytest.mark.parametrize("shop", EITHER, indirect=True)
 @pytest.mark.parametrize(("before", "action", "after"), ROWS)
-async def test_each_row_of_the_seeds_table_holds(shop: Shop, before: str, action: str, after: str) -> None:
+async def test_each_transition_of_the_table_applies(shop: Shop, before: str, action: str, after: str) -> None:
     opened(shop, before)
     assert await act(shop, "k1", action) == Applied(after, True)
     assert await act(shop, "k2", action) == Applied(after, False)
     assert state(shop)[0] == after
 
 
-async def test_columns_change_with_the_state_and_only_then(shop: Shop) -> None:
-    """Unmatch on a closed match has the same result."""
+async def test_columns_change_only_with_the_state(shop: Shop) -> None:
+    """A repeated `unmatch` of a closed match has the same result."""
     opened(shop, "matched")
     await act(shop, "k1", "unmatch", reason="unmatched")
     assert await act(shop, "k2", "unmatch", reason="again") == Applied("closed", False)
@@ -98,7 +98,7 @@ async def test_transition_of_missing_row_says_so(shop: Shop) -> None:
 
 
 async def test_id_with_a_nul_is_not_cut_off(shop: Shop) -> None:
-    """What a caller names must not be cut off on the way: it was another offer that the caller was allowed to accept."""
+    """If the id were cut off at the NUL, it would name another offer, perhaps one that the caller may not accept."""
     opened(shop)
     with pytest.raises(Exception, match=r"NUL|0x00|no row"):
         await act(shop, "k1", "accept", id="offer-123\0")
@@ -109,7 +109,7 @@ class Reason(str, enum.Enum):  # noqa: UP042 (as before there was a StrEnum)
     BORED = "bored"
 
 
-async def test_a_value_is_written_as_the_driver_writes_it(shop: Shop) -> None:
+async def test_value_is_written_as_the_driver_writes_it(shop: Shop) -> None:
     opened(shop, "matched")
     await act(shop, "k1", "unmatch", reason=Reason.BORED)
     assert state(shop) == ("closed", "bored")
@@ -124,13 +124,13 @@ async def test_ids_and_columns_may_have_any_driver_type(postgres_shop: Shop) -> 
     assert shop.execute("SELECT status, at, price, card FROM offers") == [("closed", day, price, b"\0%s'")]
 
 
-async def test_of_two_different_actions_at_once_one_is_refused(shop: Shop) -> None:
+async def test_one_of_two_concurrent_actions_is_refused(shop: Shop) -> None:
     opened(shop)
     done = await asyncio.gather(act(shop, "k1", "accept"), act(shop, "k2", "pass"), return_exceptions=True)
     assert sorted(type(each).__name__ for each in done) == ["Applied", "WrongState"]
 
 
-def test_what_is_written_wrongly_is_refused_at_once() -> None:
+def test_invalid_transitions_are_refused_when_defined() -> None:
     with pytest.raises(ConfigurationError, match="cannot be the name of a table"):
         Transitions("offers; drop table offers", OFFERS.steps)
     with pytest.raises(ConfigurationError, match="at least one"):

@@ -1,4 +1,4 @@
-"""Where ledgers live: one module per URL scheme."""
+"""The stores that keep ledgers: one module for each URL scheme."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The private parts of other libraries that the stores use, each here alone, with the versions that it is known for.
+"""The private parts of other libraries that the stores use, and the versions that each is known to work with.
 
-`tests/stores/test_compat.py` fails by name if an upgrade moves one.
+No other module touches them.  A test in `tests/stores/test_compat.py` fails for each part that an upgrade moves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check_aiosqlite() -> None:
-    """Raise MissingDriver unless there is an aiosqlite whose connections can be stopped, which gives up their locks."""
+    """Raise MissingDriver unless aiosqlite has `Connection.stop`, which closes a connection and so frees its locks."""
     try:
         from aiosqlite import Connection
     except ModuleNotFoundError:
@@ -37,7 +37,7 @@ def check_aiosqlite() -> None:
 
 
 async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
-    """A connection with a thread that does not keep the process from ending."""
+    """Open a connection whose thread does not keep the process from ending."""
     check_aiosqlite()
     import aiosqlite
 
@@ -47,7 +47,7 @@ async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
 
 
 async def run_in_aiosqlite(connection: aiosqlite.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
-    """Call *work* with the sqlite3 connection, on its thread: many statements for the price of one change of threads."""
+    """Call *work* with the sqlite3 connection on its thread: many statements cost only one change of threads."""
     try:
         raw = connection._conn
     except ValueError as error:  # the performer has closed it
@@ -56,7 +56,7 @@ async def run_in_aiosqlite(connection: aiosqlite.Connection, work: Callable[[sql
 
 
 def stop_aiosqlite(connection: aiosqlite.Connection) -> None:
-    """End the connection and its thread.  Call this on a thread without a loop: aiosqlite then tells no loop of it."""
+    """End the connection and its thread.  Call this on a thread without an event loop, so that aiosqlite uses none."""
     connection.stop()
     connection._thread.join(5)
 
@@ -65,12 +65,12 @@ def stop_aiosqlite(connection: aiosqlite.Connection) -> None:
 
 
 def asyncpg_connection(lent: Any) -> Any:
-    """The connection behind the proxy that a pool lends; None if it was released, or lost."""
+    """Return the connection behind the proxy that a pool lends, or None if it was released or lost."""
     return getattr(lent, "_con", lent)
 
 
 def asyncpg_address(pool: Any) -> tuple[Any, dict[str, Any], Any]:
-    """The DSN and the keyword arguments that a pool connects with, and the function that it calls for that."""
+    """Return the DSN and the keyword arguments that a pool connects with, and the function that it calls to connect."""
     args = getattr(pool, "_connect_args", None)
     return (args[0] if args else None), getattr(pool, "_connect_kwargs", {}), getattr(pool, "_connect", None)
 
@@ -79,6 +79,6 @@ def asyncpg_address(pool: Any) -> tuple[Any, dict[str, Any], Any]:
 
 
 def pool_of(connection: Any) -> Any:
-    """The psycopg_pool that a connection below an engine came from, if its close() gives it back there."""
+    """Return the psycopg_pool of a connection below an engine, or None if close() does not give the connection back."""
     pool = getattr(connection, "_pool", None)
     return pool if getattr(pool, "close_returns", False) else None

@@ -1,8 +1,8 @@
 """The ledger in a database of Django's: `Guard("django:default")`.
 
 The operation runs in `transaction.atomic(using=alias, durable=True)`: the ORM's writes are part of it, `on_commit` hooks run
-after it, and blocks of the view's own (`ATOMIC_REQUESTS` too) are savepoints.  Under an event loop all of that is done
-where the ORM's own async methods do their work, on the request's thread (`sync_to_async`).
+after it, and the view's own atomic blocks (also those of `ATOMIC_REQUESTS`) are savepoints.  Under an event loop, this
+happens on the thread that the ORM's async methods use (`sync_to_async`).
 """
 
 from __future__ import annotations
@@ -30,54 +30,56 @@ LIBPQ_NAMES = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST":
 
 
 def enlist(source: str, options: Mapping[str, str]) -> Store:
-    """The ledger in the database with the alias that *source* names; *options* are those of the store's URL."""
+    """Return the ledger in the database with the alias in *source*.  *options* are those of a store's URL."""
     alias = source.removeprefix(DJANGO)
     try:
         database = connections[alias]
     except ConnectionDoesNotExist as error:
-        raise ConfigurationError(f"{source!r} names no database of settings.DATABASES: {error}") from error
+        raise ConfigurationError(
+            f"{source!r} names no database of settings.DATABASES: {error}; add it there, or use another alias"
+        ) from error
     if database.vendor == "postgresql":
         return postgres_store(alias, database.settings_dict, options)
     if database.vendor == "sqlite":
         return sqlite_store(alias, database.settings_dict, options)
-    raise ConfigurationError(f"{source!r} is on {database.vendor}, which has no ledger: PostgreSQL and SQLite have")
+    raise ConfigurationError(f"{source!r} is on {database.vendor}, which has no store: use PostgreSQL or SQLite")
 
 
-def postgres_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]) -> Store:
+def postgres_store(alias: str, settings: Mapping[str, Any], options: Mapping[str, str]) -> Store:
     from .postgres import PostgresStore, url_of
     from .postgres.psycopg import BelowDjango
     from .postgres.transactions import PostgresSource
 
-    store = PostgresStore(url_of(libpq_settings(said), options))
+    store = PostgresStore(url_of(libpq_settings(settings), options))
     store.lender = PostgresSource(store.database, lambda: DjangoAdapter(alias, BelowDjango()))
     return store
 
 
-def libpq_settings(said: Mapping[str, Any]) -> dict[str, Any]:
-    """libpq's settings for an entry of settings.DATABASES: the ledger has connections of its own, through psycopg."""
+def libpq_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return libpq's settings for an entry of settings.DATABASES.  The ledger's own connections use them."""
     from psycopg.pq import Conninfo
 
     known = {option.keyword.decode() for option in Conninfo.get_defaults()}
-    found = {name: value for name, value in said.get("OPTIONS", {}).items() if name in known}
-    found |= {name: said[ours] for ours, name in LIBPQ_NAMES.items() if said.get(ours)}
-    if said.get("NAME", "") is None:
+    found = {name: value for name, value in settings.get("OPTIONS", {}).items() if name in known}
+    found |= {name: settings[ours] for ours, name in LIBPQ_NAMES.items() if settings.get(ours)}
+    if settings.get("NAME", "") is None:
         found["dbname"] = "postgres"  # as Django does
     return found
 
 
-def sqlite_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]) -> Store:
+def sqlite_store(alias: str, settings: Mapping[str, Any], options: Mapping[str, str]) -> Store:
     from .sqlite import connect, url_of
     from .sqlite.transactions import SqliteBelowDjango, SqliteSource
 
-    store = connect(url_of(str(said["NAME"]), options))
+    store = connect(url_of(str(settings["NAME"]), options))
     store.lender = SqliteSource(store, lambda writer: DjangoAdapter(alias, SqliteBelowDjango(store.sql)))
     return store
 
 
 class Driver(Protocol):
-    """The driver's own connection below Django's, by which the ledger's statements are sent."""
+    """Runs the ledger's statements on *raw*, the driver's connection below Django's."""
 
-    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows: ...  # with the BEGIN that Django leaves to the driver
+    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows: ...  # begins the transaction: Django has sent no BEGIN
     def execute(self, raw: Any, queries: Sequence[Query]) -> Rows: ...
     def commit(self, raw: Any, queries: Sequence[Query]) -> None: ...
     def rollback(self, raw: Any) -> None: ...
@@ -85,13 +87,14 @@ class Driver(Protocol):
 
 
 class RolledBack(Exception):
-    """Told to Django if the transaction was rolled back, so that it runs no hooks."""
+    """Makes Django's atomic block end as rolled back, so that it runs no hooks."""
 
 
 class DjangoAdapter:
-    """One transaction on Django's connection of the thread.
+    """One transaction on the thread's Django connection.
 
-    The driver ends the transaction; Django hears of it afterwards, sends nothing more, and runs its hooks.
+    The driver ends the transaction.  Then the adapter leaves Django's atomic block: Django sends nothing more, and runs
+    its hooks if the transaction was committed.
     """
 
     awaited = False
@@ -105,13 +108,13 @@ class DjangoAdapter:
 
     @classmethod
     def on(cls, alias: str, driver: Driver) -> DjangoAdapter:
-        """The adapter for `execute` in the transaction that the user has begun on this thread's connection."""
+        """Return an adapter for `execute` in the transaction that the user has begun on this thread's connection."""
         adapter = cls(alias, driver)
         adapter.connection = connections[alias]
         return adapter
 
     def on_commit(self, callback: Callable[[], object]) -> None:
-        """Call *callback* after the commit of the user's atomic block.  It is registered with the next statement."""
+        """Call *callback* after the commit of the user's atomic block.  The next statement registers it with Django."""
         self._hook = callback
 
     def begin(self, *queries: Query) -> Plan[Rows]:
@@ -122,8 +125,8 @@ class DjangoAdapter:
         if connection.in_atomic_block or not connection.get_autocommit():
             raise ConfigurationError(
                 f"The connection {self.alias!r} is in a transaction already, and effect = 'transaction' must be the outermost: "
-                "put the door outside of atomic(); in tests, use TransactionTestCase; on an event loop without a request, give "
-                "each operation its own thread with asgiref's ThreadSensitiveContext"
+                "call the guard outside of atomic(); in tests, use TransactionTestCase; on an event loop without a "
+                "request, give each operation its own thread with asgiref's ThreadSensitiveContext"
             )
         atomic = transaction.atomic(using=self.alias, durable=True)
         atomic.__enter__()
@@ -150,14 +153,14 @@ class DjangoAdapter:
             raise commit_forbidden()
         if connection.needs_rollback:
             raise TransactionEnded(
-                "A database error, or set_rollback(True), has marked the transaction for rollback, and the code went on; let the "
-                "error out, or put what may fail into an atomic() block of its own"
+                "A database error or set_rollback(True) has marked the transaction for rollback, and the code went on: "
+                "let the error propagate, or run the code that may fail in its own atomic() block"
             )
         self.driver.commit(connection.connection, queries)
         try:
             self._leave(None)
-        except Exception:  # a hook's failure changes nothing any more, but must not go unheard
-            log.exception("The transaction was committed, but an on_commit hook has failed")
+        except Exception:  # a failed hook cannot undo the commit, but must not be silent
+            log.exception("The transaction was committed, but an on_commit hook of Django has failed")
 
     def rollback(self) -> Plan[None]:
         if self._atomic is not None:
@@ -182,14 +185,14 @@ class DjangoAdapter:
         self._leave(RolledBack())
 
     def _leave(self, error: Exception | None) -> None:
-        """Leave the atomic block, once."""
+        """Leave the atomic block.  A second call does nothing."""
         atomic, self._atomic, self.connection = self._atomic, None, None
         if atomic is not None:
             atomic.__exit__(type(error) if error is not None else None, error, None)
 
 
 def join(alias: str, vendor: str, driver: Driver) -> Plan[DjangoAdapter]:
-    """The adapter for the atomic block that the user is in, on the database with this alias."""
+    """Return an adapter for the user's atomic block on the database with this alias."""
     alias = alias.removeprefix(DJANGO)
     return (yield on_orm_thread(lambda: joined(alias, vendor, driver)))  # type: ignore[no-any-return]
 
@@ -198,9 +201,13 @@ def joined(alias: str, vendor: str, driver: Driver) -> DjangoAdapter:
     try:
         database = connections[alias]
     except ConnectionDoesNotExist as error:
-        raise ConfigurationError(f"{alias!r} names no database of settings.DATABASES: {error}") from error
+        raise ConfigurationError(
+            f"{alias!r} names no database of settings.DATABASES: {error}; add it there, or use another alias"
+        ) from error
     if database.vendor != vendor:
-        raise ConfigurationError(f"The database {alias!r} is on {database.vendor}, and the guard on {vendor}")
+        raise ConfigurationError(
+            f"The database {alias!r} is on {database.vendor}, but the guard's is on {vendor}: use the same database"
+        )
     database.ensure_connection()
     if not database.in_atomic_block and database.get_autocommit():
         raise not_in_transaction(alias)
@@ -209,7 +216,7 @@ def joined(alias: str, vendor: str, driver: Driver) -> DjangoAdapter:
 
 
 def on_orm_thread(work: Callable[[], T]) -> Do[T]:
-    """Effect: *work* on this thread; or, from an event loop, on the thread that Django's ORM uses there."""
+    """Effect: call *work* on this thread or, from an event loop, on the thread that Django's ORM uses there."""
 
     async def awaited() -> T:
         return await finish_despite_cancel(sync_to_async(work, thread_sensitive=True)())

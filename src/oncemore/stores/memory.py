@@ -1,6 +1,6 @@
-"""A ledger in this process's memory, for tests and single processes; it is gone when the process ends.
+"""A ledger in this process's memory, for tests and single processes.  It is lost when the process ends.
 
-It is also the model that the other stores are compared with: every verb asks the one table of states.
+It is also the model that the other stores are compared with, so it takes its transitions from `_ledger/states.py`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ DAY = 86400.0
 
 
 def connect(url: str) -> MemoryStore:
-    """An empty ledger; each call makes its own."""
+    """Return a new, empty ledger."""
     take_options(url, {})
     return MemoryStore(url)
 
 
 def schema(url: str) -> str:
-    """Nothing: memory needs no tables."""
+    """Return an empty script, because memory needs no tables."""
     return ""
 
 
-def at_once(function: Callable[P, T]) -> Callable[P, Plan[T]]:
-    """The function as a plan that is over before its first effect."""
+def as_plan(function: Callable[P, T]) -> Callable[P, Plan[T]]:
+    """Make *function* a plan that yields no effects."""
 
     @wraps(function)
     def plan(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
@@ -54,23 +54,23 @@ def at_once(function: Callable[P, T]) -> Callable[P, Plan[T]]:
 
 
 class MemoryStore:
-    """Records in a dictionary, under one lock."""
+    """Keeps records in a dictionary, under one lock."""
 
     poll = 1.0
-    lender = None  # there is no transaction that an effect could join
+    lender = None  # memory has no transaction that an effect could join
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
         self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
-        self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # a clock that nobody sets back
+        self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # the wall clock may be set back; the monotonic one never is
         self._reset()
         reset_in_child(self)
         self._tokens = itertools.count(1)
         self._records: dict[Id, Record] = {}
         self._audited: set[Id] = set()
-        self._takeovers: set[Id] = set()  # records that were taken over from a lapsed lease by their latest claim
+        self._takeovers: set[Id] = set()  # the records whose latest claim took over a lapsed lease
         self.archive: list[Record] = []
 
     def _reset(self) -> None:
@@ -83,7 +83,7 @@ class MemoryStore:
         record = self._records.get(id)
         return record, state_of(record, now)
 
-    # Every operation is claimed and settled, so these two are plans as they stand: each wrapper costs them dearly.
+    # `claim` and `settle` are written as plans, without a decorator, because every operation pays for both.
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         id = operation.id
@@ -111,13 +111,13 @@ class MemoryStore:
         return Lease(operation, token, until, attempts, state == "lapsed")
         yield
 
-    @at_once
+    @as_plan
     def unclaim(self, claims: Sequence[Claim]) -> None:
         for id in (claim.operation.id for claim in claims if self._undo(claim)):
             self.wakeups.notify(id)
 
     def _undo(self, claim: Claim) -> bool:
-        """Put the record back to what it was before *claim*; False if it is not this claim's any more."""
+        """Put the record back into its state before *claim*.  Return False if the record is no longer this claim's."""
         id = claim.operation.id
         with self._lock:
             now = self._now()
@@ -138,7 +138,7 @@ class MemoryStore:
         id = held.operation.id
         with self._lock:
             now = self._now()
-            self._own(held, "settle", now, note=note, **settled(outcome, now, retention))
+            self._apply_verb(held, "settle", now, note=note, **settled(outcome, now, retention))
             if audit:
                 self._audited.add(id)
         self.wakeups.notify(id)
@@ -146,13 +146,16 @@ class MemoryStore:
         yield
 
     def _archive(self, record: Record) -> None:
-        """Keep an expired record for the audit, if its rule says so."""
+        """Move an expired record to the archive if its rule keeps it for the audit."""
         if record.id in self._audited:
             self._audited.discard(record.id)
             self.archive.append(record)
 
-    def _own(self, held: Lease, verb: Verb, now: float, **changes: Any) -> Record:
-        """The record after its owner's *verb*; anyone else's is refused, and the same said again changes nothing."""
+    def _apply_verb(self, held: Lease, verb: Verb, now: float, **changes: Any) -> Record:
+        """Apply the owner's *verb* and return the record after it.  A verb that was applied before changes nothing.
+
+        Raises Fenced if the lease is lost.
+        """
         id = held.operation.id
         record, state = self._state(id, now)
         after = follows(state, verb)
@@ -163,27 +166,27 @@ class MemoryStore:
         changed = self._records[id] = replace(record, **changes)
         return changed
 
-    @at_once
+    @as_plan
     def renew(self, held: Lease, *, lease: float) -> Lease:
         with self._lock:
             now = self._now()
-            record = self._own(held, "renew", now, lease_until=now + lease)
+            record = self._apply_verb(held, "renew", now, lease_until=now + lease)
         return replace(held, expires_at=record.lease_until)
 
-    @at_once
+    @as_plan
     def release(self, held: Lease, *, retention: float) -> None:
         with self._lock:
             now = self._now()
-            self._own(held, "release", now, state=RELEASED, expires_at=now + retention)
+            self._apply_verb(held, "release", now, state=RELEASED, expires_at=now + retention)
         self.wakeups.notify(held.operation.id)
 
-    @at_once
+    @as_plan
     def hold(self, held: Lease, *, note: str = "") -> None:
         with self._lock:
-            self._own(held, "hold", self._now(), state=HELD, note=note)
+            self._apply_verb(held, "hold", self._now(), state=HELD, note=note)
         self.wakeups.notify(held.operation.id)
 
-    @at_once
+    @as_plan
     def touch(self, record: Record, *, retention: float) -> None:
         with self._lock:
             now = self._now()
@@ -191,18 +194,18 @@ class MemoryStore:
             if found is not None and state == SETTLED and found.token == record.token:
                 self._records[record.id] = replace(found, accessed_at=now, expires_at=now + retention)
 
-    @at_once
+    @as_plan
     def watch(self, record: Record) -> None:
-        """Every change happens in this process, so nothing has to be asked for."""
+        """Do nothing, because every change happens in this process and wakes its waiters."""
 
-    @at_once
+    @as_plan
     def find(self, scope: str, key: str) -> Record | None:
         with self._lock:
             now = self._now()
             record, state = self._state((scope, key), now)
             return replace(record, now=now) if record is not None and state != "absent" else None
 
-    @at_once
+    @as_plan
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Page:
         after = token_of(cursor)
         with self._lock:
@@ -216,7 +219,7 @@ class MemoryStore:
         more = str(found[limit - 1].token) if len(found) > limit else None
         return Page(tuple(found[:limit]), more)
 
-    @at_once
+    @as_plan
     def resolve(self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = "") -> Record:
         with self._lock:
             now = self._now()
@@ -232,7 +235,7 @@ class MemoryStore:
         self.wakeups.notify(record.id)
         return record
 
-    @at_once
+    @as_plan
     def delete(self, scope: str, key: str) -> bool:
         with self._lock:
             record, state = self._state((scope, key), self._now())
@@ -246,7 +249,7 @@ class MemoryStore:
         self.wakeups.notify((scope, key))
         return state != "absent"
 
-    @at_once
+    @as_plan
     def purge(self, *, batch: int = 1000) -> int:
         with self._lock:
             now = self._now()
@@ -256,7 +259,7 @@ class MemoryStore:
                 self._takeovers.discard(id)
         return len(gone)
 
-    @at_once
+    @as_plan
     def stats(self) -> Stats:
         with self._lock:
             now = self._now()
@@ -267,14 +270,14 @@ class MemoryStore:
         return Stats(**counts)
 
     def close(self) -> None:
-        """Nothing to end: the records stay for as long as the store does."""
+        """Do nothing: the store has no connections, and its records stay."""
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing, like `close`."""
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
-    """The changes that make a record settled."""
+    """Return the changes that make a record settled."""
     return {
         "state": SETTLED,
         "outcome": outcome,

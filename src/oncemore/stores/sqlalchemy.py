@@ -1,8 +1,8 @@
 """The ledger in the database of a SQLAlchemy 2 engine: `Guard(engine)`.
 
-Transactions run on the engine's connections.  `op.connection` is a Connection or AsyncConnection, and `op.session()` a
-Session or AsyncSession that joins its transaction by savepoints.  Works with every driver for PostgreSQL and SQLite, sync
-and async.
+Transactions run on the engine's connections.  `op.connection` is a Connection or AsyncConnection.  `op.session()`
+returns a Session or AsyncSession that joins its transaction by savepoints.  Every driver for PostgreSQL and SQLite
+works, sync or async.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from ._compat import pool_of
 
 T = TypeVar("T")
 
-# A session's own commit() and rollback() end a savepoint, and leave the guard's transaction alone.
+# In this mode, a session's commit() and rollback() end only a savepoint, not the guard's transaction.
 JOIN: Literal["create_savepoint"] = "create_savepoint"
 WRITE = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE|CREATE|ALTER|DROP)\b", re.IGNORECASE)
-# Seconds for a rollback on an event loop.  If the network is silent, closing the connection does as well.
+# Seconds for a rollback on an event loop.  After that, the connection is closed instead, which rolls back as well.
 PATIENCE = 5.0
 
-# A parameter, as in $1, ?1 or ?; or text that only looks as if it had one: a comment, a literal, a quoted name.
+# Matches a parameter ($1, ?1 or ?), or text that may only look like one: a comment, a literal, a quoted name.
 PARAMETER = re.compile(r"""--[^\n]*|'(?:[^']|'')*'|"(?:[^"]|"")*"|[$?](\d+)|(\?)""")
 
-# SQLAlchemy's and asyncpg's names for libpq's settings, and settings that libpq does not have.
+# SQLAlchemy's and asyncpg's names for libpq's settings, and their settings that libpq does not have.
 LIBPQ_NAMES = {"database": "dbname", "ssl": "sslmode"}
 NOT_LIBPQ = {"prepared_statement_cache_size", "prepared_statement_name_func", "command_timeout", "timeout", "context"}
 
 
 def enlist(engine: Any, options: Mapping[str, str]) -> Store:
-    """The ledger in the engine's database; *options* are those of the store's URL."""
+    """Return the ledger in the engine's database.  *options* are those of a store's URL."""
     if not isinstance(engine, Engine | AsyncEngine):
-        raise ConfigurationError(f"{type(engine).__name__} is no engine: hand the guard what create_engine returns")
+        raise ConfigurationError(f"{type(engine).__name__} is no engine: pass the guard the result of create_engine()")
     dialect = engine.dialect.name
     if dialect == "postgresql":
         return postgres_store(engine, options)
     if dialect == "sqlite":
         return sqlite_store(engine, options)
-    raise ConfigurationError(f"An engine on {dialect} has no ledger: PostgreSQL and SQLite have")
+    raise ConfigurationError(f"An engine on {dialect} has no store: use PostgreSQL or SQLite")
 
 
 def sqlite_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> Store:
@@ -88,57 +88,57 @@ def postgres_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> 
 
 def refuse_autocommit(connection: Connection) -> Sequence[Query]:
     driver: Any = connection.connection.dbapi_connection
-    if driver.autocommit:  # the claim would be committed at once
-        raise ConfigurationError("The engine is in AUTOCOMMIT mode: hand the guard one that begins transactions")
+    if driver.autocommit:  # the claim would be committed before the effect
+        raise ConfigurationError("The engine is in AUTOCOMMIT mode: pass the guard an engine that begins transactions")
     return ()
 
 
 def libpq_settings(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> dict[str, Any]:
-    """libpq's settings for the address in the engine's URL: the ledger has connections of its own, through psycopg."""
+    """Return libpq's settings for the address in the engine's URL.  The ledger's own connections use them."""
     url = engine.url
     if not (url.host or url.database or url.query) and not {"host", "dbname", "service"} & options.keys():
         raise ConfigurationError(
-            "The engine's URL names no database, and what its creator connects to is not known: give the address by options, "
-            "as in Guard(connect(engine, host=..., dbname=..., user=...))"
+            "The engine's URL names no database, and the address that its creator connects to is not known: pass it as "
+            "options, as in Guard(connect(engine, host=..., dbname=..., user=...))"
         )
-    _, said = engine.dialect.create_connect_args(url)
+    _, settings = engine.dialect.create_connect_args(url)
     return {
         LIBPQ_NAMES.get(name, name): ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        for name, value in said.items()
+        for name, value in settings.items()
         if value is not None and name not in NOT_LIBPQ and LIBPQ_NAMES.get(name, name) not in options
     }
 
 
 def refuse_own_write(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
-    """Refuse a write on another connection of the engine, in code that has been lent a transaction of the same file.
+    """Refuse a write on another connection of the engine while this code has a transaction on the same file.
 
-    It would wait for the file's write lock, which that transaction holds until the code returns.
+    The write would wait for the file's write lock, which the transaction holds until the code returns.
     """
     op = CURRENT.get()
     if op is None or op.transaction is None or not WRITE.match(statement):
         return
     lent: Any = None
-    with suppress(TransactionEnded):  # it is over, and holds nothing any more
+    with suppress(TransactionEnded):  # the transaction is over, so it holds no lock
         lent = op.transaction.connection
     lent = getattr(lent, "sync_connection", lent)
     if isinstance(lent, Connection) and lent.engine is connection.engine and lent is not connection:
         raise ConfigurationError(
-            "This code writes on a connection of its own, while the operation's transaction holds SQLite's only write lock: "
+            "This code writes on its own connection, while the operation's transaction holds SQLite's only write lock: "
             "use op.session() or op.connection, which are in that transaction"
         )
 
 
 class NoCommitSession(Session):
-    """A session in the guard's transaction.  Its work is kept when its `with` block or the performing code ends well.
+    """A session in the guard's transaction.  Its work is kept if its `with` block or the performer raises nothing.
 
-    A session of SQLAlchemy's own is committed by its user, or loses its work when it is closed.  Here the outcome would be
-    stored without the rows.  `rollback()`, `close()` and an exception discard what was not committed.
+    SQLAlchemy's own Session loses its work if its user closes it without a commit.  Here, the outcome would then be
+    stored without the rows.  `rollback()`, `close()` and an exception discard uncommitted work.
     """
 
     def keep(self) -> None:
-        """Flush, and release the savepoint.  Nothing is kept after a flush that failed: its rows are gone already."""
+        """Flush, and release the savepoint.  After a failed flush there is nothing to keep: it was rolled back."""
         if self.in_transaction() and self.is_active:
-            self.expire_on_commit = False  # objects that the code returns must stay readable after the end
+            self.expire_on_commit = False  # objects that the performer returns must stay readable after the commit
             self.commit()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -166,9 +166,9 @@ class NoCommitAsyncSession(AsyncSession):
 class SqlalchemyAdapter:
     """One transaction on a connection of an Engine or AsyncEngine, by `connection.execute(text(...))`.
 
-    Each method does its work in one function of the sync Connection.  An Engine's is called on this thread, or from an
-    event loop in another one; an AsyncEngine's is called by `AsyncConnection.run_sync`.  *first_queries* returns what must
-    be run first in a transaction, or raises if the connection cannot be used.
+    Each method does its work in one function that takes a sync Connection.  For an Engine, the function runs on this
+    thread or, from an event loop, on another one.  For an AsyncEngine, `AsyncConnection.run_sync` runs it.
+    *first_queries* returns the queries that begin a transaction, or raises if the connection cannot be used.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SqlalchemyAdapter:
 
     @classmethod
     def on(cls, connection: Any) -> SqlalchemyAdapter:
-        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
+        """Return an adapter for `execute` in the user's transaction on *connection*, sync or async."""
         adapter = cls(connection.engine)
         adapter.connection = connection
         return adapter
@@ -204,9 +204,9 @@ class SqlalchemyAdapter:
         return session
 
     def _do(self, work: Callable[[Connection], T], *, limit: float | None = None) -> Do[T]:
-        """Effect: call *work* with the connection.  *limit* bounds it in seconds, on an AsyncEngine."""
+        """Effect: call *work* with the connection.  On an AsyncEngine, it may take *limit* seconds."""
         connection = self.connection
-        if connection is None or connection.closed:  # `with op.connection:` gives it back to its pool
+        if connection is None or connection.closed:  # `with op.connection:` gives the connection back to its pool
             raise commit_forbidden()
 
         async def awaited() -> T:
@@ -262,7 +262,9 @@ class SqlalchemyAdapter:
         try:
             connection.close()
         except Exception:
-            log.exception("The transaction was committed, but its connection could not be given back")
+            log.exception(
+                "The transaction was committed, but its connection could not be given back to the engine's pool"
+            )
 
     def _end(self, connection: Connection, transaction: RootTransaction, queries: Sequence[Query]) -> None:
         self._run(connection, queries)
@@ -293,10 +295,10 @@ class SqlalchemyAdapter:
 
 
 class PipelineAdapter(SqlalchemyAdapter):
-    """Sends the ledger's statements in libpq pipelines, on the psycopg connection below: no round trip more."""
+    """Sends the ledger's statements in libpq pipelines on the psycopg connection, so that they add no round trips."""
 
     def __init__(self, engine: Engine | AsyncEngine) -> None:
-        from .postgres import pipeline, psycopg  # here, because an engine on SQLite does without psycopg
+        from .postgres import pipeline, psycopg  # imported here, because an engine on SQLite does not need psycopg
 
         super().__init__(engine, self._first_queries)
         self._pipeline: Any = pipeline
@@ -304,7 +306,7 @@ class PipelineAdapter(SqlalchemyAdapter):
 
     def _first_queries(self, connection: Connection) -> Sequence[Query]:
         raw = driver_connection(connection)
-        if raw.pgconn.transaction_status != self._psycopg.IDLE:  # a hook of the engine's has sent something first
+        if raw.pgconn.transaction_status != self._psycopg.IDLE:  # an event hook has begun the transaction already
             return ()
         return [(self._pipeline.begin_statement(raw), ())]
 
@@ -322,9 +324,9 @@ class PipelineAdapter(SqlalchemyAdapter):
         self._psycopg.check_open(driver_connection(connection))
         self._run(connection, [*queries, (self._pipeline.COMMIT, ())])
         try:
-            transaction.commit()  # sends nothing: psycopg sees that the transaction is over
+            transaction.commit()  # sends nothing, because psycopg sees that the transaction is over
         except Exception:
-            log.exception("The transaction was committed, but a hook of the engine's has failed")
+            log.exception("The transaction was committed, but an event hook of the engine has failed")
 
     def _rollback(self, connection: Connection) -> None:
         if driver_connection(connection).pgconn.transaction_status != self._psycopg.IDLE:
@@ -334,14 +336,14 @@ class PipelineAdapter(SqlalchemyAdapter):
 
     def _invalidate(self, connection: Connection) -> None:
         raw = driver_connection(connection)
-        raw.pgconn.finish()  # its own close() may only give it back to a psycopg_pool below the engine
+        raw.pgconn.finish()  # raw.close() might only give it back to a psycopg_pool below the engine
         super()._invalidate(connection)
-        if (pool := pool_of(raw)) is not None:  # or the pool would take it for borrowed for ever
+        if (pool := pool_of(raw)) is not None:  # otherwise the pool would count it as taken for ever
             at_once(Do(None, lambda: pool.putconn(raw)) if self.awaited else Do(lambda: pool.putconn(raw), None))
 
 
 def join(place: Any, dialect: str) -> Plan[SqlalchemyAdapter]:
-    """The adapter for the user's transaction on a Connection, a Session, or an async one.
+    """Return an adapter for the user's transaction on *place*: a Connection or a Session, sync or async.
 
     SQLAlchemy begins a transaction with the first statement, unless the connection is in autocommit mode.
     """
@@ -353,14 +355,17 @@ def join(place: Any, dialect: str) -> Plan[SqlalchemyAdapter]:
     elif not isinstance(place, Connection | AsyncConnection):
         raise not_a_place(place)
     if place.dialect.name != dialect:
-        raise ConfigurationError(f"This {type(place).__name__} is on {place.dialect.name}, and the guard on {dialect}")
+        raise ConfigurationError(
+            f"This {type(place).__name__} is on {place.dialect.name}, but the guard's database is on {dialect}: use "
+            "the same database"
+        )
     check = partial(check_begun, place=place)
     yield Do(None, lambda: place.run_sync(check)) if awaited else Do(lambda: check(place), None)
     return SqlalchemyAdapter.on(place)
 
 
 def check_begun(connection: Connection, *, place: Any) -> None:
-    """Begin a transaction, unless there is one; refuse a connection on which that would mean nothing."""
+    """Begin a transaction unless one is open.  Raise ConfigurationError if the connection is in autocommit mode."""
     on_sqlite = connection.dialect.name == "sqlite"
     raw: Any = connection.connection.dbapi_connection
     if not on_sqlite and raw.autocommit:
@@ -391,7 +396,7 @@ def pool_errors() -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def as_text(sql: str) -> TextClause:
-    """The statement with SQLAlchemy's own parameters, :p1 and so on.  All other colons are escaped: they name none."""
+    """Return the statement with SQLAlchemy's parameters (:p1 and so on).  All other colons are escaped."""
     parts: list[str] = []
     end = numbered = 0
     for found in PARAMETER.finditer(sql):

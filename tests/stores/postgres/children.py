@@ -1,4 +1,4 @@
-"""What the PostgreSQL tests do in other processes: run as a script, `children.py URL WHAT`, talking in lines."""
+"""The other processes of the PostgreSQL tests: a script, `children.py URL TASK`, that prints and reads lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def told() -> str:
 
 
 def claim(store: PostgresStore) -> None:
-    """Claim one key at the word, and tell who won."""
+    """Wait for a line, claim one key, and print whether this process won."""
     tell("ready")
     told()
     found = run(store.claim(Operation("race", "key"), lease=LEASE))
@@ -33,7 +33,7 @@ def claim(store: PostgresStore) -> None:
 
 
 def contend(store: PostgresStore) -> None:
-    """Run after the same keys as others, and tell how many were won."""
+    """Claim the same keys as other processes, and print the number of granted leases."""
     tell("ready")
     told()
     won = 0
@@ -46,7 +46,7 @@ def contend(store: PostgresStore) -> None:
 
 
 def hold(store: PostgresStore) -> None:
-    """Claim for half a second, and at the word try every verb of an owner."""
+    """Claim for half a second, wait for a line, and try every verb of an owner."""
     lease = run(store.claim(Operation("s", "k"), lease=0.5))
     tell(lease.token)
     told()
@@ -66,7 +66,7 @@ def hold(store: PostgresStore) -> None:
 
 
 def settle(store: PostgresStore) -> None:
-    """Claim, and at the word settle and tell when."""
+    """Claim, wait for a line, settle, and print the time."""
     lease = run(store.claim(Operation("s", "k"), lease=LEASE))
     tell(lease.token)
     told()

@@ -1,4 +1,4 @@
-"""Where a ledger is, in a schema of the test's own, and a way past it."""
+"""Fixtures: a ledger's URL with its own schema, and a connection that bypasses the store."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 @pytest.fixture
 def url(postgres_url: str, postgres_schema: str) -> str:
-    """A URL with a schema of the test's own, which is not there yet."""
+    """A URL with a schema for this test, which does not exist yet."""
     return f"{postgres_url}?schema={postgres_schema}"
 
 
 @pytest.fixture
 def server(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
-    """A connection past the store."""
+    """A connection that bypasses the store."""
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         yield connection

@@ -1,4 +1,4 @@
-"""What the PostgreSQL tests have in common."""
+"""Helpers that the PostgreSQL tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oncemore.stores.postgres import PostgresStore
 
 
 def same(store: PostgresStore) -> str:
-    """A URL for the same ledger."""
+    """Return a URL for the same ledger."""
     settings = psycopg.conninfo.conninfo_to_dict(store.database.conninfo)
     place = f"{settings['user']}:{settings['password']}@{settings['host']}:{settings['port']}/{settings['dbname']}"
     return f"postgresql://{place}?schema={store.database.names['schema'].strip(chr(34))}"

@@ -1,4 +1,4 @@
-"""The parts of psycopg that its manual does not mention behave as `_compat.py` expects.
+"""The parts of psycopg that its manual does not describe behave as `_compat.py` expects.
 
 If one of these fails after an upgrade of psycopg, `stores/postgres/_compat.py` is the file to change.
 """
@@ -28,7 +28,7 @@ def test_psycopg_version_is_known() -> None:
 
 
 def three_ticks() -> PgGenerator[list[Any]]:
-    """Ends though the socket never becomes ready."""
+    """Yield three times, and end although the socket never becomes ready."""
     ticks: list[Any] = []
     for _ in range(3):
         ticks.append((yield WAIT_READ))
@@ -62,7 +62,7 @@ def test_psycopg_error_from_result_is_the_drivers_own(server: psycopg.Connection
 
 @pytest.mark.server
 def test_psycopg_marks_the_statements_that_it_has_prepared(postgres_url: str) -> None:
-    """`_prepared`, `_prepared_idx` and `_names` of a connection: known for psycopg 3.2 and 3.3."""
+    """It uses `_prepared`, `_prepared_idx` and `_names` of a connection, which psycopg 3.2 and 3.3 have."""
     with psycopg.connect(postgres_url) as connection:
         before = prepared_mark(connection)
         assert (before, was_deallocated(connection, before)) == ((0, None), False)

@@ -1,4 +1,4 @@
-"""Connections wait for work in one list for threads and one for each event loop, and none of them is lent twice."""
+"""Free connections are in one list for threads and one for each event loop, and none is taken twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PostgreSQL store keeps its word when connections are cut, stalled or refused."""
+"""The PostgreSQL store keeps its guarantees when connections are cut, stalled or refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def healed_soon(proxy: FaultProxy, seconds: float = 0.3) -> Iterator[None]:
 def test_claim_whose_answer_was_lost_gets_its_lease(
     far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive, fault: str
 ) -> None:
-    """The server had granted it; the retry must not take it for another claim's."""
+    """The server had granted the lease, and the retry must recognise it as its own."""
     drive(far.claim(Operation("s", "warm"), lease=LEASE))
     getattr(proxy, fault)()
     with healed_soon(proxy):
@@ -122,7 +122,7 @@ def test_resolution_whose_answer_was_lost_succeeds(far: PostgresStore, proxy: Fa
 
 
 def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
-    """The plan, whose answers are lost from its second effect on."""
+    """Run *plan*, and lose the answers from its second effect on."""
     result = yield next(plan)
     proxy.cut_answers()
     try:
@@ -141,7 +141,7 @@ def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
 def test_deletion_whose_answer_was_lost_returns_true(
     far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """The statement that is sent again finds nothing any more."""
+    """The repeated statement finds no record."""
     drive(far.settle(drive(far.claim(Operation("s", "k"), lease=LEASE)), DONE, retention=RETENTION))
     drive(far.stats())
     with healed_soon(proxy, 0.5):
@@ -151,7 +151,7 @@ def test_deletion_whose_answer_was_lost_returns_true(
 
 
 def test_claim_that_timed_out_is_undone_once_server_answers(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
-    """Its caller got a 503 and performed nothing, so the key must not end up in doubt."""
+    """The caller got a 503 and performed nothing, so the outcome must not be unknown."""
     far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=3s")
     run(far.claim(Operation("s", "warm"), lease=LEASE))
     proxy.cut_answers()
@@ -166,13 +166,13 @@ def test_claim_that_timed_out_is_undone_once_server_answers(store: PostgresStore
 
 
 async def test_takeover_that_timed_out_stays_in_doubt(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
-    """The holder before it crashed, perhaps after the effect: undone, the key must not look as if that had failed."""
+    """The holder before it crashed, maybe after the effect, so the undone claim must leave the outcome unknown."""
     operation, beside = Operation("s", "k"), Operation("s", "beside")
     run(store.claim(operation, lease=0.01))
     far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=1s")
 
     async def claim(*operations: Operation) -> list[Any]:
-        """Together: in one statement, which takes over where it may."""
+        """Claim *operations* in one statement, which may take over the lapsed one."""
         plans = (far.claim(each, lease=LEASE) for each in operations)
         return await asyncio.gather(*map(arun, plans), return_exceptions=True)
 
@@ -189,7 +189,7 @@ async def test_takeover_that_timed_out_stays_in_doubt(store: PostgresStore, prox
 
 
 def test_claim_of_ended_event_loop_is_undone(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
-    """`asyncio.run` ends while the claim is under way: nobody performs, so the key must not end up in doubt."""
+    """`asyncio.run` ends while the claim is under way: nobody performs, so the outcome must not be unknown."""
     far = PostgresStore(f"{proxy.url(url)}&listen=false")
 
     async def ask_and_leave() -> None:
@@ -211,7 +211,7 @@ def test_claim_of_ended_event_loop_is_undone(store: PostgresStore, proxy: FaultP
 
 @pytest.mark.parametrize("fault", ["stall", "drop_answers"])
 def test_silent_server_times_out(proxy: FaultProxy, url: str, fault: str) -> None:
-    """Within the time that the URL allows, and never with a wrong answer."""
+    """The call ends within the URL's timeout, and never with a wrong answer."""
     store = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=3s")
     lease = run(store.claim(Operation("s", "k"), lease=LEASE))
     run(store.renew(lease, lease=LEASE))
@@ -337,7 +337,7 @@ def test_relay_and_sender_stop_if_their_login_is_refused(postgres_url: str, made
 
 
 def test_claim_is_undone_if_login_is_refused_after_it(own_postgres: PostgresServer) -> None:
-    """The server had granted it, but the answer was lost, and no second attempt passes: nobody performs."""
+    """The server granted the lease, the answer was lost, and the second attempt was refused: nobody performs."""
     with psycopg.connect(own_postgres.url, autocommit=True) as admin, FaultProxy.before(own_postgres.url) as proxy:
         admin.execute("CREATE ROLE shop LOGIN SUPERUSER PASSWORD 'old'")
         _, at, place = proxy.url(own_postgres.url).rpartition("@")
@@ -355,7 +355,7 @@ def test_claim_is_undone_if_login_is_refused_after_it(own_postgres: PostgresServ
 
 
 def test_login_refused_after_the_claim_hides_nothing(own_postgres: PostgresServer) -> None:
-    """A password was changed while operations run: what was done is answered, and an error is the performer's own."""
+    """A password changes while operations run: results are returned, and the performer's own errors are raised."""
     with psycopg.connect(own_postgres.url, autocommit=True) as admin:
         admin.execute("CREATE ROLE shop LOGIN SUPERUSER")
 
@@ -383,7 +383,7 @@ def test_login_refused_after_the_claim_hides_nothing(own_postgres: PostgresServe
 
 
 def test_record_of_vanished_machine_is_free_after_a_while(proxy: FaultProxy, url: str, store: PostgresStore) -> None:
-    """Its transaction is open, its last word was heard, and neither an end nor a reset of the connection ever comes."""
+    """Its transaction stays open, and the connection is neither closed nor reset."""
     far = PostgresStore(f"{proxy.url(url)}&listen=false&idle_in_transaction=500ms")
     transaction = run(far.lender.open())
     assert isinstance(run(transaction.begin(Operation("s", "k"), lease=LEASE, wait=1.0)), Lease)
@@ -404,7 +404,7 @@ def test_record_of_vanished_machine_is_free_after_a_while(proxy: FaultProxy, url
 
 
 def test_server_watches_the_connections_of_sessions(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
-    """The server's own settings: by default it would notice a vanished machine after two hours."""
+    """The session has the server's keepalive settings; by default, a vanished machine is noticed after two hours."""
     names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
     ask = "SELECT " + ", ".join(
         f"current_setting('{name}')" for name in (*names, "idle_in_transaction_session_timeout")

@@ -1,4 +1,4 @@
-"""A ledger whose table was divided, as the page on capacity says, is a ledger like any other."""
+"""A ledger works after its table was partitioned as the page on capacity describes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "explain" / "capacity.md"
 
 @pytest.fixture
 def partitioned(postgres_url: str, postgres_schema: str) -> str:
-    """The URL of a ledger with one record, divided after that."""
+    """The URL of a ledger with one record, whose table was then partitioned."""
     url = f"{postgres_url}?schema={postgres_schema}"
     store = PostgresStore(url)
     settle(store, "before")

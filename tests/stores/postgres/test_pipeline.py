@@ -102,7 +102,7 @@ def test_pipeline_outside_transaction_fails_as_a_whole(
 
 
 def test_pipeline_error_at_implicit_commit_is_raised(send: Sender, table: str, server: psycopg.Connection[Any]) -> None:
-    """The rows come before the server commits: they do not count until the pipeline has ended."""
+    """The rows arrive before the server commits, so they are valid only after the end of the pipeline."""
     server.execute(f"ALTER TABLE {table} ADD FOREIGN KEY (n) REFERENCES {table} DEFERRABLE INITIALLY DEFERRED")  # type: ignore[arg-type]
     server.execute(f"ALTER TABLE {table} ADD COLUMN m int REFERENCES {table} DEFERRABLE INITIALLY DEFERRED")  # type: ignore[arg-type]
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_pipeline_past_its_deadline_closes_the_connection(send: Sender) -> None:
 
 
 def test_pipeline_larger_than_the_socket_buffers_is_answered(send: Sender) -> None:
-    """Both sides have more to say than fits: reading and writing must go on at the same time."""
+    """Both sides send more than the buffers hold, so reading and writing must overlap."""
     large = bytes(6_000_000)
     rows = send(*(plain("SELECT $1::bytea", large) for _ in range(4)))
     assert [row[0][0] for row in rows] == [large] * 4
@@ -172,7 +172,7 @@ async def test_pipeline_cancelled_leaves_connection_usable(postgres_url: str) ->
 def test_pipeline_interrupted_while_sending_closes_the_connection(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a pipeline was sent: its answers must not be taken for those of the next one."""
+    """Half a pipeline was sent, and the next one must not get its answers."""
 
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt

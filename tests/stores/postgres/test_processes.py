@@ -1,4 +1,4 @@
-"""The PostgreSQL store keeps its word when processes race, are killed or frozen, and when the server is restarted."""
+"""The PostgreSQL store keeps its guarantees when processes race, are killed or frozen, or the server is restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 
 
 class Child:
-    """Another process, at one of the tasks in children.py."""
+    """Another process, which runs one of the tasks in children.py."""
 
     def __init__(self, url: str, task: str) -> None:
         command = [sys.executable, str(CHILD), url, task]
@@ -67,7 +67,7 @@ def children(url: str, task: str, count: int = 1) -> Iterator[list[Child]]:
 
 
 def test_16_processes_on_empty_database_grant_one_lease(url: str) -> None:
-    """They race for the tables first, and for the key then."""
+    """They race first to create the tables, and then to claim the key."""
     with children(url, "claim", 16) as processes:
         for process in processes:
             assert process.hear() == "ready"
@@ -79,7 +79,7 @@ def test_16_processes_on_empty_database_grant_one_lease(url: str) -> None:
 
 
 def test_serialization_failures_are_retried_by_the_store(url: str) -> None:
-    """Four processes run after the same keys in the strictest isolation, and none hears of a failure."""
+    """Four processes claim the same keys in the strictest isolation, and none of them gets an error."""
     with children(f"{url}&options={SERIALIZABLE}&timeout=30s", "contend", 4) as processes:
         for process in processes:
             assert process.hear() == "ready"
@@ -140,7 +140,7 @@ def test_waiter_is_woken_by_another_process(url: str) -> None:
 
 @pytest.mark.chaos
 def test_server_restart_under_load_causes_no_second_effect(own_postgres: PostgresServer) -> None:
-    """Each key performed at most once, and none wedged past its lease."""
+    """Each key is performed at most once, and none is blocked longer than its lease."""
     policy = Policy(lease=LEASE, wait=0.2, on_unknown="hold")
     performed: Counter[str] = Counter()
     answers: list[tuple[str, bytes]] = []

@@ -43,7 +43,7 @@ class TestPostgres(StoreContract):
 
 
 class TestPooledPostgres(StoreContract):
-    """Behind PgBouncer in transaction mode, in which each statement may meet another server process."""
+    """Behind PgBouncer in transaction mode, each statement may run in another server process."""
 
     @pytest.fixture
     def store(self, pgbouncer_url: str, postgres_schema: str) -> PostgresStore:
@@ -51,7 +51,7 @@ class TestPooledPostgres(StoreContract):
 
 
 class TestSerializablePostgres(StoreContract):
-    """Under the strictest isolation, in which the server refuses every possible conflict."""
+    """In the strictest isolation, the server refuses every possible conflict."""
 
     @pytest.fixture
     def store(self, url: str) -> PostgresStore:
@@ -117,7 +117,7 @@ def test_locked_row_does_not_hold_up_its_batch(url: str, server: psycopg.Connect
 async def test_calls_beside_locked_records_do_not_wait(
     url: str, server: psycopg.Connection[Any], request: pytest.FixtureRequest, postgres_schema: str, pooled: bool
 ) -> None:
-    """A transaction has inserted one record and locked another; calls for these wait, and calls beside them return."""
+    """A transaction has inserted one record and locked another.  Calls for these wait, and other calls return."""
     place = f"{request.getfixturevalue('pgbouncer_url')}?schema={postgres_schema}" if pooled else url
     store = PostgresStore(f"{place}&timeout=100s&listen=false")
     mine = await arun(store.claim(Operation("s", "mine"), lease=LEASE))
@@ -158,7 +158,7 @@ async def test_calls_beside_locked_records_do_not_wait(
 async def test_later_calls_for_a_locked_record_join_no_batch(
     store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would hold up the batch that it is in."""
+    """Each such call would delay its batch."""
     mine = await arun(store.claim(Operation("s", "mine"), lease=LEASE))
     run_batch, batched = store._writes.run_batch, list[str]()
 
@@ -222,7 +222,7 @@ def test_escaped_text_is_distinct_and_comes_back(one: str, two: str) -> None:
 
 @pytest.mark.parametrize("awkward", ["\0", "a\0b", "\ud800", "\\0", "\\\\0", "\\ud800", "\x1f", "🙂"])
 def test_text_that_postgresql_cannot_store_comes_back(store: PostgresStore, awkward: str) -> None:
-    """Hostile input has a defined answer."""
+    """NUL and lone surrogates in a key are escaped, so they do not fail a claim."""
     operation = Operation(awkward, awkward, awkward, awkward)
     run(store.settle(run(store.claim(operation, lease=LEASE)), DONE, retention=RETENTION, note=awkward))
     record = run(store.claim(operation, lease=LEASE))
@@ -247,7 +247,7 @@ def test_span_longer_than_the_calendar_is_shortened(store: PostgresStore) -> Non
 
 @pytest.mark.parametrize("callers", ["threads", "tasks"])
 def test_large_outcomes_in_one_batch_come_back(store: PostgresStore, callers: str) -> None:
-    """More than fits into one message to the server."""
+    """The outcomes together are larger than one message to the server may be."""
     leases = [run(store.claim(Operation("s", str(n)), lease=LEASE)) for n in range(4)]
     bodies = [secrets.token_bytes(5_000_000) for _ in leases]
     settles = [
@@ -272,7 +272,7 @@ def test_large_outcomes_in_one_batch_come_back(store: PostgresStore, callers: st
 def test_unreadable_outcome_is_a_tombstone(
     store: PostgresStore, server: psycopg.Connection[Any], bytes_: bytes
 ) -> None:
-    """A defined answer, never an eternal conflict."""
+    """The key must not refuse all requests for ever."""
     operation = Operation("s", "k")
     run(store.settle(run(store.claim(operation, lease=LEASE)), DONE, retention=RETENTION))
     server.execute(f"UPDATE {store.database.names['records']} SET outcome = %s", [bytes_])
@@ -286,7 +286,7 @@ def test_invalid_cursor_is_refused(store: PostgresStore) -> None:
 
 
 def test_statements_run_inside_a_users_transaction(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
-    """They are text with numbered parameters, so any driver can run them."""
+    """The statements are text with numbered parameters, so any driver can run them."""
     run(store.stats())
     known, cursor = store.database.sql, psycopg.RawCursor(server)
     asked = ["s", "k", "name", "c1:aa", "my holder", LEASE, 0.0, "1000", b"asked"]
@@ -306,7 +306,7 @@ def test_statements_run_inside_a_users_transaction(store: PostgresStore, server:
 
 
 def test_clients_clock_does_not_matter(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour ahead or behind, leases live by the server's clock."""
+    """Leases follow the server's clock, even if the client's is an hour ahead or behind."""
     operation = Operation("s", "k")
     right = time.time()
     lease = run(store.claim(operation, lease=LEASE))
@@ -334,7 +334,7 @@ def test_tokens_grow_after_records_were_deleted(store: PostgresStore, server: ps
 
 
 def test_interrupted_batch_leaves_no_lease_without_owner(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two was granted, and while the other was looked up, a signal came: neither caller has an answer."""
+    """A signal comes after one of two claims was granted, while the other is looked up: no caller gets an answer."""
     run(store.claim(Operation("s", "taken"), lease=LEASE))
     send = Pipeline.run
 

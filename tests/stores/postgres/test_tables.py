@@ -1,4 +1,4 @@
-"""The tables that the PostgreSQL store makes, finds or misses, and how quickly they are read."""
+"""The PostgreSQL store's tables: how they are created, checked and migrated, and which indexes are used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .parts import same, until
 
 @pytest.mark.parametrize("rows", [0, 2, 40, 3000])
 def test_kept_plans_look_rows_up_by_key(store: PostgresStore, server: psycopg.Connection[Any], rows: int) -> None:
-    """A plan that reads the whole table is good for a small one, and ruinous when it has grown."""
+    """A plan that reads the whole table is fast while the table is small, and very slow when it has grown."""
     run(store.stats())
     names = store.database.names
     fill(server, names, rows)
@@ -208,7 +208,7 @@ def test_older_schema_is_migrated_once(
 def test_tables_are_made_once_by_processes_that_start_together(
     url: str, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them have found no tables, and wait for the lock of the one that makes them."""
+    """All processes have found no tables, and wait for the lock of the first one, which creates them."""
     count = "DO $$ BEGIN PERFORM nextval('{tokens}'); END $$;\n"  # a sequence counts what is rolled back, too
     monkeypatch.setattr(tables, "LEDGER", Feature("ledger", tables.FIRST + count))
     stores = [PostgresStore(url) for _ in range(4)]
@@ -227,7 +227,7 @@ def test_tables_are_made_once_by_processes_that_start_together(
 
 
 def test_older_process_does_not_set_a_version_back(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
-    """It has found no tables, and waits for a newer release that makes them: the next one would make its changes again."""
+    """An older process found no tables and waits while a newer release creates them: it must not lower the version."""
     run(store.ready())
     names = store.database.names
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -245,7 +245,7 @@ def test_older_process_does_not_set_a_version_back(store: PostgresStore, server:
 
 
 def test_schema_script_does_not_wait_for_open_transactions(url: str, server: psycopg.Connection[Any]) -> None:
-    """A lock on the table in use would keep all claims waiting, too."""
+    """A lock on the table would make all claims wait, too."""
     store = PostgresStore(url)
     transaction = run(store.lender.open())
     run(transaction.begin(Operation("s", "k"), lease=LEASE, wait=1.0))

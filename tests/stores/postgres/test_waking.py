@@ -1,4 +1,4 @@
-"""Waiters are woken by other processes, poolers are lived with, and what was opened is closed again."""
+"""Other processes wake waiters, poolers are detected, and connections and threads are closed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resolved(store: PostgresStore, lease: Lease) -> Any:
 
 
 def wakes(waiter: Any, act: Callable[[], object]) -> bool:
-    """Whether the waiter is woken within seconds of the act; not before."""
+    """Whether *act* wakes the waiter within seconds, and nothing wakes it before."""
     time.sleep(0.3)  # the listener has connected, and woken everyone
     waiter.disarm()
     act()
@@ -157,7 +157,7 @@ def test_long_messages_are_split(store: PostgresStore, server: psycopg.Connectio
 
 
 def test_waiters_behind_a_pooler_look_for_themselves(pgbouncer_url: str, postgres_schema: str) -> None:
-    """Messages would not arrive, so a waiter polls, and gets its answer all the same."""
+    """Messages would not arrive, so the waiter polls until it gets its answer."""
     guards = [Guard(f"{pgbouncer_url}?schema={postgres_schema}") for _ in range(2)]
     operation, begun = Operation("s", "k"), threading.Event()
 
@@ -181,7 +181,7 @@ def test_waiters_behind_a_pooler_look_for_themselves(pgbouncer_url: str, postgre
 
 @pytest.mark.parametrize("verb", ["DEALLOCATE ALL", "SELECT 1"])
 def test_hidden_pooler_is_detected(store: PostgresStore, verb: str) -> None:
-    """A prepared statement that is missing, or there already, is no failure; the statement is sent again."""
+    """If a prepared statement is missing or exists already, the statement is sent again, unprepared."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
     (connection,) = store.database.connections.threads.connections
     state = state_of(connection)
@@ -231,7 +231,7 @@ def test_ended_event_loops_leave_no_connections(url: str, server: psycopg.Connec
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_has_its_own_connections(store: PostgresStore) -> None:
-    """As under gunicorn with preload: parent and child go on, each with its own answers."""
+    """Parent and child get their own answers, as under gunicorn with preload."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
     child = os.fork()
     if child == 0:

@@ -1,6 +1,6 @@
-"""What the SQLite tests do in other processes: this file is also a program, which is told a function's name.
+"""The other processes of the SQLite tests.  This file is also a program that runs one of its functions by name.
 
-A child speaks by printing lines and listens to its standard input; it is a stranger to the test's own process.
+A child prints lines, and reads lines from its standard input.  It shares nothing with the test's process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..parts import DONE, HOUR
 
 
 class Child(processes.Program):
-    """A process that does one of the functions below."""
+    """A process that runs one of the functions below."""
 
     def __init__(self, function: Callable[..., None], *args: object) -> None:
         command = [sys.executable, "-m", __name__, function.__name__, *map(str, args)]
         super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def says(self) -> str:
-        """Its next line; nothing once it is over."""
+        """Return the child's next line, or "" after its end."""
         assert self.stdout is not None
         return self.stdout.readline().rstrip("\n")
 
@@ -46,7 +46,7 @@ class Child(processes.Program):
 
 @contextmanager
 def child(function: Callable[..., None], *args: object) -> Iterator[Child]:
-    """A child that does not outlive the block."""
+    """Start a child, and kill it at the end of the block."""
     process = Child(function, *args)
     try:
         with process:
@@ -57,7 +57,7 @@ def child(function: Callable[..., None], *args: object) -> Iterator[Child]:
 
 
 def together(count: int, function: Callable[..., None], *args: object) -> list[list[str]]:
-    """All that each of *count* children said, who began at the same moment."""
+    """Run *count* children that start at the same moment, and return the lines of each."""
     children = [Child(function, number, *args) for number in range(count)]
     try:
         assert [each.says() for each in children] == ["ready"] * count
@@ -77,7 +77,7 @@ def say(line: object) -> None:
 
 
 def told(ask: Callable[[], Any]) -> str:
-    """The error, or "done"."""
+    """Call *ask*, and return its error as text, or "done"."""
     try:
         ask()
     except OncemoreError as error:
@@ -86,7 +86,7 @@ def told(ask: Callable[[], Any]) -> str:
 
 
 def claim(number: str, url: str, key: str) -> None:
-    """Say whether this process won, and the token it saw."""
+    """Claim *key*, and print whether this process won and the token that it saw."""
     say("ready")
     input()
     found = run(connect(url).claim(Operation("race", key), lease=HOUR))
@@ -94,7 +94,7 @@ def claim(number: str, url: str, key: str) -> None:
 
 
 def work(number: str, url: str, operations: str) -> None:
-    """Say the errors among so many claims and settles; half of the keys are this process's own, half are everyone's."""
+    """Claim and settle *operations* keys, half of them shared by all children, and print the errors."""
     store = connect(url)
     say("ready")
     input()
@@ -109,7 +109,7 @@ def work(number: str, url: str, operations: str) -> None:
 
 
 def settle_for_ever(url: str) -> None:
-    """Say each key when it is claimed and when it is settled."""
+    """Print each key when it is claimed and when it is settled."""
     store = connect(url)
     for n in range(1_000_000):
         lease = run(store.claim(Operation("victim", str(n)), lease=HOUR))
@@ -120,7 +120,7 @@ def settle_for_ever(url: str) -> None:
 
 
 def hold_then_write(url: str, verb: str) -> None:
-    """Claim, say so, wait to be told, and then use the lease."""
+    """Claim, print a line, wait for one, and then use the lease."""
     store = connect(url)
     lease = run(store.claim(Operation("frozen", verb), lease=0.3))
     assert isinstance(lease, Lease)
@@ -136,7 +136,7 @@ def hold_then_write(url: str, verb: str) -> None:
 
 
 def settle_on_a_failing_disk(url: str, calls: str, error: str) -> None:
-    """Claim; then let the disk fail; settle, and claim another; then wait to be told to end."""
+    """Claim, let the disk fail, settle, claim another key, and then wait for a line."""
     store = connect(url)
     lease = run(store.claim(Operation("disk", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -147,7 +147,7 @@ def settle_on_a_failing_disk(url: str, calls: str, error: str) -> None:
 
 
 def claim_as_nobody(url: str) -> None:
-    """Say what comes of a claim by someone who may not write everything."""
+    """Claim as a user without the right to write the file, and print the result."""
     if os.geteuid() == 0:
         os.setuid(65534)
     say(told(lambda: run(connect(url).claim(Operation("disk", "other"), lease=HOUR))))
@@ -175,7 +175,7 @@ class Program(ctypes.Structure):
 
 
 def fail(calls: list[str], number: int) -> None:
-    """Let the system calls of these names fail with the error *number*, in this thread and those it starts."""
+    """Make the system calls with these names fail with the error *number*, in this thread and those that it starts."""
     numbers = [CALLS[platform.machine()][name] for name in calls]
     steps = [Instruction(LOAD, 0, 0, 0)]
     steps += [Instruction(JUMP_IF_EQUAL, len(numbers) - n, 0, each) for n, each in enumerate(numbers)]

@@ -1,4 +1,4 @@
-"""Where a ledger is: in a file of the test's own."""
+"""Fixtures: a ledger's file and URL for one test."""
 
 from __future__ import annotations
 

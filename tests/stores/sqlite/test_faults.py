@@ -1,4 +1,4 @@
-"""SQLite on a disk that fails: every fault is an error that names the file, and none ever looks like a settled record."""
+"""SQLite on a failing disk: every fault is an error that names the file, and none looks like a settled record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAULTS = [("fsync fdatasync", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EIO"
 
 
 def states(store: SqliteStore) -> tuple[str | None, str | None]:
-    """Of the record that was to be settled, and of the one that was to be claimed."""
+    """Return the states of the record to be settled, and of the record to be claimed."""
     found = [run(store.find("disk", key)) for key in ("key", "other")]
     store.close()
     return tuple(record and record.state for record in found)  # type: ignore[return-value]
@@ -35,7 +35,7 @@ def states(store: SqliteStore) -> tuple[str | None, str | None]:
 def test_failed_write_is_an_error_and_no_record(
     store: SqliteStore, path: Path, calls: str, error: str, end: str
 ) -> None:
-    """Neither while the process lives, nor after it ended well, nor after a crash and recovery."""
+    """Nothing is written, whether the process lives, ends normally, or crashes and the file is recovered."""
     with child(children.settle_on_a_failing_disk, store.url, calls, error) as process:
         assert process.says().startswith(f"StoreError: {path}: the disk")
         assert process.says().startswith(f"StoreError: {path}: the disk")
@@ -77,7 +77,7 @@ def test_full_disk_is_an_error_until_there_is_room(store: SqliteStore, path: Pat
 
 
 @pytest.mark.parametrize("damage", ["no database", "pages"])
-def test_a_damaged_file_is_named(store: SqliteStore, path: Path, damage: str) -> None:
+def test_damaged_file_is_named_in_the_error(store: SqliteStore, path: Path, damage: str) -> None:
     for n in range(50):
         run(store.claim(Operation("disk", str(n)), lease=HOUR))
     store.close()
@@ -93,7 +93,7 @@ def test_a_damaged_file_is_named(store: SqliteStore, path: Path, damage: str) ->
     assert str(path) in str(told.value)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_folder_is_named_in_the_error(tmp_path: Path) -> None:
     store = connect(f"sqlite:///{tmp_path}/none/once.db")
     with pytest.raises(StoreUnavailable, match=r"none/once\.db: it cannot be opened"):
         run(store.find("disk", "key"))
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_what_cannot_be_written_is_told(store: SqliteStore, path: Path, what: str) -> None:
+def test_unwritable_file_or_folder_is_a_store_error(store: SqliteStore, path: Path, what: str) -> None:
     run(store.claim(Operation("disk", "key"), lease=HOUR))
     store.close()
     path.chmod(0o444)

@@ -1,4 +1,4 @@
-"""Where the writes of an event loop are done: by the loop itself while the file is quick and free, else on a thread."""
+"""An event loop writes by itself while the disk is fast and the file is free; otherwise a thread writes for it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def store(url: str) -> Iterator[SqliteStore]:
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is quick, with room for a machine that is not."""
+    """Raise the limit of a brief write, for slow machines."""
     monkeypatch.setattr(writer, "BRIEF", 0.2)
 
 
 class TestThreaded(StoreContract):
-    """The contract, where a thread does it all."""
+    """The contract, with all writes on a thread."""
 
     @pytest.fixture
     def url(self, path: Path) -> str:
@@ -46,7 +46,7 @@ class TestThreaded(StoreContract):
 
 
 async def place(store: SqliteStore, seconds: float = 0.0) -> str:
-    """The name of the thread on which a write is done that takes so many *seconds*."""
+    """Do a write that takes *seconds*, and return the name of its thread."""
 
     def look(batch: object) -> str:
         time.sleep(seconds)
@@ -56,7 +56,7 @@ async def place(store: SqliteStore, seconds: float = 0.0) -> str:
 
 
 async def longest_pause(until: asyncio.Future[Any]) -> float:
-    """The longest that the loop did not turn, until something is there."""
+    """Return the longest time for which the loop stood still before *until* was done."""
     longest, last = 0.0, time.monotonic()
     while not until.done():
         await asyncio.sleep(0.001)
@@ -64,27 +64,27 @@ async def longest_pause(until: asyncio.Future[Any]) -> float:
     return longest
 
 
-async def test_the_loop_writes_by_itself_while_that_is_quick(store: SqliteStore) -> None:
+async def test_loop_writes_by_itself_while_the_disk_is_fast(store: SqliteStore) -> None:
     here, elsewhere = threading.current_thread().name, f"oncemore-sqlite {store.path}_0"
     assert await place(store, 0.3) == here  # nobody could have known
     assert await place(store) == elsewhere
     assert await place(store) == here
 
 
-async def test_a_thread_does_the_first_which_makes_the_tables(url: str) -> None:
+async def test_first_write_creates_the_tables_on_a_thread(url: str) -> None:
     store = connect(url)
     assert await place(store) != threading.current_thread().name
     await store.aclose()
 
 
-async def test_a_thread_does_it_where_the_url_says_so(url: str) -> None:
+async def test_thread_always_writes_on_a_thread(url: str) -> None:
     store = connect(f"{url}?thread=always")
     await arun(store.ready())
     assert [await place(store) for _ in range(2)] == [f"oncemore-sqlite {store.path}_0"] * 2
     await store.aclose()
 
 
-async def test_the_loop_goes_on_while_another_process_has_the_file(store: SqliteStore, path: Path) -> None:
+async def test_loop_continues_while_another_process_locks_the_file(store: SqliteStore, path: Path) -> None:
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     asyncio.get_running_loop().call_later(0.4, other.execute, "COMMIT")
@@ -116,7 +116,7 @@ async def test_loop_continues_while_a_thread_holds_the_file(store: SqliteStore) 
 
 @pytest.mark.parametrize("verb", ["settle", "release", "hold"])
 async def test_settle_is_written_though_cancelled_before_its_turn(store: SqliteStore, path: Path, verb: str) -> None:
-    """The effect has happened, and its outcome waits behind a batch that is under way."""
+    """The effect has happened, and its outcome waits while another batch is under way."""
     lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
     words = {
@@ -143,7 +143,7 @@ async def test_settle_is_written_though_cancelled_before_its_turn(store: SqliteS
 
 
 async def test_write_without_a_thread_is_done_by_the_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that is short of threads fails no claim, and the executor's queue does not repeat it later."""
+    """If no thread can start, the claim still succeeds, and the executor's queue does not repeat it later."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -169,7 +169,7 @@ async def test_write_while_the_store_is_closing_is_done(store: SqliteStore) -> N
 
 
 async def test_cancelled_claim_keeps_the_failures_retention(store: SqliteStore, path: Path) -> None:
-    """The key still stands for what was asked under it, after a failure too."""
+    """After a failure, the key still refuses another request."""
     operation = Operation("scope", "key", "c1:aa")
     lease = await arun(store.claim(operation, lease=HOUR))
     assert isinstance(lease, Lease)
@@ -189,7 +189,7 @@ async def test_cancelled_claim_keeps_the_failures_retention(store: SqliteStore, 
 
 
 async def test_twin_of_an_abandoned_claim_is_found(store: SqliteStore, path: Path) -> None:
-    """A caller that gave up while the file was locked, and asks again, must not get past what the first attempt is asked."""
+    """A caller that gave up while the file was locked asks again: its second request must meet the same checks."""
     guard, performed = Guard(store, policy=Policy(suspect="reject")), []
     twins = [Operation("scope", key, "c1:aa") for key in ("one", "other")]
     await guard.arun(twins[0], performed.append)

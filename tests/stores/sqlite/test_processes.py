@@ -1,4 +1,4 @@
-"""SQLite among processes, threads and event loops: who shares the file, forks, is killed, or goes away."""
+"""SQLite with several processes, threads and event loops, which share the file, fork, are killed, or end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .children import child, together
 
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
-    """They also make the tables, all at once."""
+    """They also create the tables concurrently."""
     found = [line for [line] in together(16, children.claim, url, "key")]
     assert sorted(line.split()[0] for line in found) == ["Lease"] + ["Record"] * 15
     assert len({line.split()[1] for line in found}) == 1
@@ -41,7 +41,7 @@ def test_16_processes_with_500_operations_each_never_see_a_lock(url: str, store:
     assert run(store.stats()).settled == 16 * 250 + 250
 
 
-def test_writer_that_never_rests_does_not_keep_another_out(store: SqliteStore, other: SqliteStore) -> None:
+def test_busy_writer_does_not_starve_another_process(store: SqliteStore, other: SqliteStore) -> None:
     done = threading.Event()
     hog = threading.Thread(target=lambda: [claimed(store, str(n)) for n in range(100_000) if not done.is_set()])
     hog.start()
@@ -58,7 +58,7 @@ def test_writer_that_never_rests_does_not_keep_another_out(store: SqliteStore, o
 
 
 def test_endless_lock_is_a_timeout_and_delays_no_replay(path: Path, url: str, store: SqliteStore) -> None:
-    """The caller is told; and what needs no write is answered all the while."""
+    """The caller gets an error, and calls that write nothing are answered meanwhile."""
     settled(store)
     impatient = connect(f"{url}?timeout=200ms")
     locker = sqlite3.connect(path, isolation_level=None)
@@ -73,8 +73,8 @@ def test_endless_lock_is_a_timeout_and_delays_no_replay(path: Path, url: str, st
     impatient.close()
 
 
-def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: SqliteStore) -> None:
-    """No notification crosses processes, but the waiter looks."""
+def test_waiter_gets_outcome_settled_by_another_process(store: SqliteStore, other: SqliteStore) -> None:
+    """Other processes send no notifications, but the waiter looks by itself."""
     operation = Operation("scope", "key", "c1:aa", "refunds.create")
     lease = claimed(store)
     timer = threading.Timer(0.3, lambda: run(store.settle(lease, DONE, retention=HOUR)))
@@ -86,7 +86,7 @@ def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: S
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
-def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, verb: str) -> None:
+def test_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, verb: str) -> None:
     with child(children.hold_then_write, url, verb) as holder:
         token = int(holder.says())
         holder.send_signal(signal.SIGSTOP)
@@ -101,8 +101,8 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, 
 
 
 @pytest.mark.chaos
-def test_a_process_killed_in_mid_load_leaves_a_good_file(url: str, path: Path, store: SqliteStore) -> None:
-    """All that was told to be settled is settled, and nothing else is."""
+def test_process_killed_under_load_leaves_an_intact_file(url: str, path: Path, store: SqliteStore) -> None:
+    """All keys that were reported as settled are settled, and no others."""
     for _ in range(3):
         with child(children.settle_for_ever, url) as victim:
             lines = [victim.says() for _ in range(101)]
@@ -120,8 +120,8 @@ def test_a_process_killed_in_mid_load_leaves_a_good_file(url: str, path: Path, s
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_parent_and_child_of_a_fork_both_go_on(store: SqliteStore) -> None:
-    """As under gunicorn with preload: both use the store that the parent had opened."""
+def test_parent_and_child_of_a_fork_both_continue(store: SqliteStore) -> None:
+    """Both use the store that the parent opened before the fork, as under gunicorn with preload."""
     lease = claimed(store, "parent's")
     asyncio.run(arun(store.find("scope", "none")))  # so that there is a thread to be lost
 
@@ -141,8 +141,8 @@ def test_parent_and_child_of_a_fork_both_go_on(store: SqliteStore) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_in_mid_load_waits_for_the_commit(store: SqliteStore, path: Path) -> None:
-    """The child begins with no connection, and the parent's commits are all there."""
+def test_fork_under_load_waits_for_the_commit(store: SqliteStore, path: Path) -> None:
+    """The child starts without a connection, and finds all of the parent's commits."""
     done = threading.Event()
     told: list[str] = []
 
@@ -167,7 +167,7 @@ def test_a_fork_in_mid_load_waits_for_the_commit(store: SqliteStore, path: Path)
 
 
 class Interrupted(sqlite3.Connection):
-    """One that is interrupted as soon as it is closed."""
+    """A connection whose close() ends with an interrupt."""
 
     def close(self) -> None:
         super().close()
@@ -177,7 +177,7 @@ class Interrupted(sqlite3.Connection):
 def test_interrupt_during_fork_leaves_the_file_usable(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """os.fork swallows it: other threads must not wait for ever, nor this one find its connection closed."""
+    """os.fork swallows the interrupt.  Other threads must not wait for ever, and this one must get a new connection."""
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: ignored.append(told.exc_type))
     claimed(store, "before")
@@ -198,7 +198,7 @@ def test_interrupt_during_fork_leaves_the_file_usable(
 # Ending
 
 
-async def test_it_can_be_closed_twice_and_used_again(store: SqliteStore) -> None:
+async def test_store_can_be_closed_twice_and_used_again(store: SqliteStore) -> None:
     await arun(store.claim(Operation("scope", "key"), lease=HOUR))
     await store.aclose()
     await store.aclose()
@@ -229,7 +229,7 @@ def test_collected_store_ends_its_threads(url: str) -> None:
 @pytest.mark.parametrize("thread", ["auto", "always"])
 @pytest.mark.parametrize("delay", [0.0, 0.0003, 0.0006, 0.001, 0.002])
 def test_claims_under_way_at_loop_shutdown_are_undone(url: str, delay: float, thread: str) -> None:
-    """A commit cannot be stopped; but nobody is left to perform, so the next claimer need not wait for the leases."""
+    """A commit cannot be stopped, but nobody is left to perform, so the next claim must not wait for the leases."""
     store = connect(f"{url}?thread={thread}")
     operations = [Operation("scope", str(n)) for n in range(8)]
     run(store.claim(Operation("scope", "first"), lease=HOUR))  # so that the file is open

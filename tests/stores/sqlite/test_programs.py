@@ -120,7 +120,7 @@ WAYS = {
 
 @pytest.mark.parametrize("first", WAYS)
 def test_program_that_is_also_imported_charges_once(tmp_path: Path, first: str) -> None:
-    """A worker that is run, the web app that imports it, and what multiprocessing spawns: each had keys of its own."""
+    """A worker, the web app that imports it, and the processes that multiprocessing spawns have the same keys."""
     (tmp_path / "tasks.py").write_text(TASKS)
     said = [python(tmp_path, *WAYS[way]) for way in (first, *WAYS)]
     assert said == ["charged A-1\n", "", "", ""]
@@ -137,13 +137,13 @@ def test_wrapped_function_is_of_its_own_module(tmp_path: Path, first: str) -> No
 
 
 def test_program_that_imports_itself_returns_its_own_classes(tmp_path: Path) -> None:
-    """As `uvicorn.run("main:app")` does in main.py: each of its classes exists twice."""
+    """`uvicorn.run("main:app")` in main.py imports main again, so each of its classes exists twice."""
     (tmp_path / "main.py").write_text(TASKS.partition("if __name__")[0] + TWICE)
     assert python(tmp_path, "main.py") == "charged A-1\ncharged A-2\n"
 
 
 def test_command_named_like_its_module_replays(tmp_path: Path) -> None:
-    """As an installer makes it of `[project.scripts] shop = "shop:replayed"`."""
+    """An installer makes such a command from `[project.scripts] shop = "shop:replayed"`."""
     (tmp_path / "shop.py").write_text(TASKS)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "shop").write_text("from shop import replayed\nassert replayed() and replayed()\n")
@@ -151,7 +151,7 @@ def test_command_named_like_its_module_replays(tmp_path: Path) -> None:
 
 
 def test_loop_that_outlives_the_main_thread_keeps_outcomes(tmp_path: Path) -> None:
-    """Python's executors take no work any more, but a server on a thread of its own goes on."""
+    """Python's executors then refuse work, but a server on another thread continues."""
     (tmp_path / "served.py").write_text(SERVED_ON_A_THREAD)
     assert python(tmp_path, "served.py") == "charged A-1\nA-1 A-1\n"
 
@@ -162,7 +162,7 @@ def test_dropped_transaction_frees_the_file_after_main_thread(tmp_path: Path) ->
 
 
 def python(folder: Path, *words: str) -> str:
-    """What Python prints, when it is called with these words in the *folder*, whose modules it can import."""
+    """Run Python with these arguments in *folder*, whose modules it can import, and return its output."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, *words],

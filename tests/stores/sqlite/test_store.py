@@ -1,4 +1,4 @@
-"""The SQLite ledger: the store contract on a real file, its tables, records and groups."""
+"""The SQLite store: the contract on a real file, its tables, records and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, Outc
 from oncemore.observe import Event
 from oncemore.stores import schema
 from oncemore.stores import sqlite as sqlite_store
-from oncemore.stores.sqlite import SqliteStore, connect, empty_log
+from oncemore.stores.sqlite import SqliteStore, checkpoint_log, connect
 from oncemore.stores.sqlite.batch import NO_RECORD, SqliteBatch
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
@@ -30,7 +30,7 @@ from ..parts import DONE, HOUR, claimed, left_in_doubt, operation, settled
 
 
 class TestSqlite(StoreContract):
-    """The contract, on a file."""
+    """The contract on a file."""
 
 
 TestMachine = store_machine(lambda: connect("sqlite://")).TestCase
@@ -54,19 +54,19 @@ TestMachine = store_machine(lambda: connect("sqlite://")).TestCase
         "sqlite:///once.db?create=perhaps",
     ],
 )
-def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError):
         connect(url)
 
 
-def test_a_sqlite_that_is_too_old_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_old_sqlite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 26, 0))
     with pytest.raises(ConfigurationError, match="too old"):
         connect("sqlite://")
 
 
 def test_relative_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that changes its folder afterwards must not begin a second ledger there."""
+    """A server that changes its working folder later must not start a second ledger there."""
     monkeypatch.chdir(tmp_path)
     store = connect("sqlite:///a%20b.db")
     (tmp_path / "elsewhere").mkdir()
@@ -77,7 +77,7 @@ def test_relative_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:"])
-def test_memory_belongs_to_one_store_alone(url: str) -> None:
+def test_memory_database_belongs_to_one_store(url: str) -> None:
     first, second = connect(url), connect(url)
     claimed(first)
     claimed(second)
@@ -89,7 +89,7 @@ def test_memory_belongs_to_one_store_alone(url: str) -> None:
 # The tables
 
 
-def test_the_script_makes_what_is_needed(path: Path, url: str) -> None:
+def test_schema_script_creates_the_tables(path: Path, url: str) -> None:
     with sqlite3.connect(path) as connection:
         connection.executescript(schema(f"{url}?prefix=app_"))
     store = connect(f"{url}?prefix=app_&create=false")
@@ -98,7 +98,7 @@ def test_the_script_makes_what_is_needed(path: Path, url: str) -> None:
     store.close()
 
 
-def test_missing_tables_without_migrate_name_the_script(url: str) -> None:
+def test_missing_tables_with_create_false_name_the_script(url: str) -> None:
     store = connect(f"{url}?create=false")
     with pytest.raises(ConfigurationError, match=r"oncemore\.stores\.schema"):
         claimed(store)
@@ -134,7 +134,7 @@ def test_commits_are_synced_unless_the_url_says_otherwise(url: str, store: Sqlit
 # Tokens, clocks and records
 
 
-def test_tokens_grow_across_a_restart_whatever_was_deleted(url: str, store: SqliteStore) -> None:
+def test_tokens_grow_across_restarts_and_deletions(url: str, store: SqliteStore) -> None:
     tokens = []
     for _ in range(3):
         tokens.append(settled(store).token)
@@ -146,7 +146,7 @@ def test_tokens_grow_across_a_restart_whatever_was_deleted(url: str, store: Sqli
 def test_a_client_whose_clock_is_wrong_does_not_matter(
     store: SqliteStore, other: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Python takes for the time is never compared."""
+    """The store never compares Python's clock."""
     right = time.time
     claimed(store)
     monkeypatch.setattr(time, "time", lambda: right() + 10 * HOUR)
@@ -155,7 +155,7 @@ def test_a_client_whose_clock_is_wrong_does_not_matter(
 
 @pytest.mark.parametrize("column", ["outcome = x'c1'", "outcome = 'text'", "note = CAST(x'ff' AS TEXT)"])
 def test_an_unreadable_record_is_answered_and_can_be_deleted(path: Path, store: SqliteStore, column: str) -> None:
-    """It neither fails nor wedges."""
+    """The record neither raises nor blocks its key."""
     settled(store)
     with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE oncemore_records SET {column}")
@@ -167,7 +167,7 @@ def test_an_unreadable_record_is_answered_and_can_be_deleted(path: Path, store: 
     claimed(store)
 
 
-def test_observers_are_told_of_an_unreadable_outcome(path: Path, url: str, store: SqliteStore) -> None:
+def test_unreadable_outcome_is_reported_to_observers(path: Path, url: str, store: SqliteStore) -> None:
     settled(store, "k")
     with closing(sqlite3.connect(path)) as connection, connection:
         assert connection.execute("UPDATE oncemore_records SET outcome = x'c1c1'").rowcount == 1
@@ -177,7 +177,7 @@ def test_observers_are_told_of_an_unreadable_outcome(path: Path, url: str, store
     assert [event.code for event in events if event.kind == "failed"] == ["TRANSIENT.idempotency.record_corrupt"]
 
 
-def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> None:
+def test_audited_record_is_archived_with_all_columns(path: Path, store: SqliteStore) -> None:
     lease = settled(store, audit=True, note="seen")
     store.shift += 2 * HOUR
     assert run(store.purge()) == 1
@@ -188,8 +188,8 @@ def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> 
     assert rows == [("scope", "key", lease.token, 201, DONE.digest(), "seen")]
 
 
-def test_purge_takes_smaller_slices_while_they_take_long(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that shares the commit of a slice waits for it."""
+def test_purge_slices_shrink_while_they_are_slow(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that shares a slice's commit waits for the slice."""
     slices: list[int] = []
     purge = SqliteBatch.purge
 
@@ -206,7 +206,7 @@ def test_purge_takes_smaller_slices_while_they_take_long(store: SqliteStore, mon
     assert slices == [50, 100, 200, 100, 50, 50]
 
 
-def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_over_several_slices_counts_all_records(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_store, "LARGEST_SLICE", 50)
     for n in range(130):
         settled(store, str(n))
@@ -217,7 +217,7 @@ def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore, monkeyp
 
 
 def test_purge_checkpoints_the_write_ahead_log(path: Path, store: SqliteStore) -> None:
-    """A claim that finds it long takes ten times as long as the others."""
+    """A claim that must checkpoint a long log takes ten times as long as others."""
     store._writer.use(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall())
     for n in range(120):
         settled(store, str(n))
@@ -231,7 +231,7 @@ def test_purge_checkpoints_the_write_ahead_log(path: Path, store: SqliteStore) -
 
 
 def test_record_expiring_during_purge_is_archived_or_left(path: Path, store: SqliteStore) -> None:
-    """The archive and the removal go by the same clock, though time passes between them."""
+    """The two statements, to archive and to delete, use the same time, although time passes between them."""
     run(store.settle(claimed(store), DONE, retention=0.3, audit=True))
     connection = store._writer._connection
     assert connection is not None
@@ -244,12 +244,12 @@ def test_record_expiring_during_purge_is_archived_or_left(path: Path, store: Sql
 
 
 @pytest.mark.parametrize("cursor", ["seven", "-1", "\u0667", "9" * 30])
-def test_a_cursor_of_someone_elses_making_is_refused(store: SqliteStore, cursor: str) -> None:
+def test_invalid_cursor_is_refused(store: SqliteStore, cursor: str) -> None:
     with pytest.raises(InvalidPayload, match="is not a cursor"):
         run(store.list(Filter(), cursor=cursor))
 
 
-def test_a_page_continues_where_it_ended_whatever_happens_meanwhile(store: SqliteStore) -> None:
+def test_next_page_continues_after_changes_in_between(store: SqliteStore) -> None:
     for n in range(9):
         settled(store, str(n))
     first = run(store.list(Filter(), limit=3))
@@ -259,7 +259,7 @@ def test_a_page_continues_where_it_ended_whatever_happens_meanwhile(store: Sqlit
     assert [record.key for record in (*first.records, *rest.records)] == [*"012345678", "new"]
 
 
-def test_nothing_is_written_for_a_replay(path: Path, store: SqliteStore) -> None:
+def test_replay_writes_nothing(path: Path, store: SqliteStore) -> None:
     """A claim that finds a record costs no commit, and so no sync."""
     settled(store)
     log = Path(f"{path}-wal")
@@ -272,7 +272,7 @@ def test_nothing_is_written_for_a_replay(path: Path, store: SqliteStore) -> None
 # Groups
 
 
-async def test_one_that_cannot_be_stored_does_not_fail_its_neighbours(store: SqliteStore) -> None:
+async def test_unstorable_item_fails_alone_in_its_batch(store: SqliteStore) -> None:
     keys = ["a", "\ud800", "b", "c"]
     claims = [arun(store.claim(Operation("scope", key), lease=HOUR)) for key in keys]
     answers = await asyncio.gather(*claims, return_exceptions=True)
@@ -307,7 +307,7 @@ async def test_two_writes_of_one_record_keep_their_order(store: SqliteStore) -> 
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 300])
-async def test_a_group_of_any_size_gets_an_answer_each(store: SqliteStore, count: int) -> None:
+async def test_each_item_of_a_batch_of_any_size_is_answered(store: SqliteStore, count: int) -> None:
     operations = [Operation("scope", str(n)) for n in range(count)]
     leases = await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
     assert len({lease.token for lease in leases}) == count
@@ -320,7 +320,7 @@ async def test_a_group_of_any_size_gets_an_answer_each(store: SqliteStore, count
 
 
 async def test_unknown_outcome_stays_unknown_after_cancelled_claim(store: SqliteStore) -> None:
-    """Were it released, the next caller would perform what may have happened already."""
+    """If it were released, the next caller would repeat an effect that may have happened."""
     told = await left_in_doubt(store, (0.0, 0.0005, 0.001, 0.002))
     assert set(told) == {True}
     await store.aclose()
@@ -328,7 +328,7 @@ async def test_unknown_outcome_stays_unknown_after_cancelled_claim(store: Sqlite
 
 @pytest.mark.parametrize("way", ["loop", "threads"])
 def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store: SqliteStore, way: str) -> None:
-    """No purge runs: each group of claims removes as many expired records."""
+    """No purge runs, but each batch of claims removes as many expired records."""
     numbers = itertools.count()
 
     def one() -> Plan[None]:
@@ -337,7 +337,7 @@ def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store
         yield from store.settle(lease, Outcome("response", 200, (), bytes(2000)), retention=0.001)
 
     def write(count: int) -> int:
-        """Settle so many operations, sixteen at a time, and return the size of the file."""
+        """Settle operations, sixteen at a time, and return the size of the file."""
         if way == "threads":
             with ThreadPoolExecutor(16) as pool:
                 list(pool.map(lambda _: run(one()), range(count)))
@@ -349,7 +349,7 @@ def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store
 
             asyncio.run(work())
         run(store._change(NO_RECORD, lambda batch: None))
-        empty_log(sqlite3.connect(path))
+        checkpoint_log(sqlite3.connect(path))
         return path.stat().st_size
 
     write(800)
@@ -363,7 +363,7 @@ def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store
 
 
 def test_lone_caller_removes_no_expired_records(store: SqliteStore) -> None:
-    """It would wait for it."""
+    """The caller would have to wait for the removal."""
     for n in range(5):
         settled(store, str(n))
     store.shift += 2 * HOUR

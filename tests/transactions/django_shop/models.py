@@ -1,4 +1,4 @@
-"""What the project keeps."""
+"""The project's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The project's views, each at /sync/... and at /async/...; what they do is told once, over the ORM."""
+"""The project's views, each at /sync/... and at /async/...; both forms call the same functions, which use the ORM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refund(body: dict[str, Any]) -> int:
 
 
 def leave(body: dict[str, Any]) -> int:
-    """Go off call if the other stays: a write skew."""
+    """Take a doctor off call if the other one stays: a write skew."""
     bodies.append(body)
     there = Doctor.objects.using("shop").filter(on_call=True).count()
     if len(bodies) <= 2:

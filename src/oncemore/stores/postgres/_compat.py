@@ -1,6 +1,7 @@
-"""The parts of psycopg that are public by name but not in its manual, each used here alone.
+"""The parts of psycopg that its manual does not describe.  `pipeline.py` also uses `Transformer` itself.
 
-Known for psycopg 3.2 and 3.3.  `tests/stores/postgres/test_compat.py` fails by name if an upgrade moves or changes one.
+They work with psycopg 3.2 and 3.3.  A test in `tests/stores/postgres/test_compat.py` fails for each part that an
+upgrade moves or changes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ T = TypeVar("T")
 
 KNOWN_VERSIONS = ("3.2", "3.3")
 
-# A generator that yields Wait.R or Wait.RW whenever it must wait for the socket.  It is resumed when the socket is ready,
-# and also every tenth of a second, so it can watch a deadline.  After an interruption it is resumed with None.
+# A generator that yields Wait.R or Wait.RW whenever it must wait for the socket.  psycopg resumes it when the socket is
+# ready, and also every tenth of a second, so it can watch a deadline.  After an interruption it is resumed with None.
 PgGenerator = Generator[Wait, Ready, T]
 WAIT_READ, WAIT_READ_OR_WRITE = Wait.R, Wait.RW
 
 
 def wait(connection: Any, generator: PgGenerator[T]) -> Any:
-    """Run *generator* to its end: returns its value on a Connection, and an awaitable of it on an AsyncConnection.
+    """Run *generator* to its end.  Return its value on a Connection, and an awaitable of it on an AsyncConnection.
 
     If the caller is interrupted or cancelled, psycopg asks the server to cancel, and then lets the generator finish.
     """
@@ -32,7 +33,7 @@ def wait(connection: Any, generator: PgGenerator[T]) -> Any:
 
 
 def error_from_result(result: PGresult) -> psycopg.Error:
-    """The exception that psycopg itself would raise for *result*, with its class, `sqlstate` and `diag`."""
+    """Return the exception that psycopg itself would raise for *result*, with its class, `sqlstate` and `diag`."""
     return psycopg.errors.error_from_result(result)
 
 
@@ -51,15 +52,15 @@ Mark = tuple[int, Any]
 
 
 def prepared_mark(connection: Any) -> Mark:
-    """How many statements psycopg itself has ever prepared on the connection, and the oldest that is still prepared."""
+    """Return how many statements psycopg has ever prepared on the connection, and the oldest that is still prepared."""
     manager = connection._prepared
     return manager._prepared_idx, next(iter(manager._names), None)
 
 
 def was_deallocated(connection: Any, mark: Mark) -> bool:
-    """Whether psycopg may have sent DEALLOCATE ALL since *mark*, which drops our prepared statements too.
+    """Whether psycopg may have sent DEALLOCATE ALL since *mark*, which drops the ledger's prepared statements too.
 
-    It does so when a transaction or savepoint is rolled back, if it has prepared any statement itself.
+    psycopg sends it when it rolls back a transaction or savepoint, if it has prepared any statement itself.
     """
     count, oldest = mark
     manager = connection._prepared

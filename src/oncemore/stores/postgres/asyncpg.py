@@ -1,6 +1,6 @@
-"""The ledger in the database of an asyncpg pool; transactions run on its connections: `Guard(pool)`.
+"""The ledger in the database of an asyncpg pool: `Guard(pool)`.  Transactions run on the pool's connections.
 
-The ledger's own statements, which are not part of anyone's transaction, go through psycopg; both come with
+The ledger's statements outside of transactions go through psycopg.  Both drivers come with
 `pip install 'oncemore[asyncpg]'`.
 """
 
@@ -24,57 +24,59 @@ from .psycopg import PATIENCE
 from .store import PostgresStore, url_of
 from .transactions import PostgresSource
 
-# asyncpg's words for what libpq has others for.
+# asyncpg's names for libpq's settings.
 NAMES = {"database": "dbname", "ssl": "sslmode", "passfile": "passfile", "service": "service"}
-PLACES = ("host", "port", "user", "password", *NAMES)
-HOW = "give the address by options: Guard(connect(pool, host=..., dbname=..., user=..., sslmode=...))"
+ADDRESS = ("host", "port", "user", "password", *NAMES)
+HOW = "pass the address as options: Guard(connect(pool, host=..., dbname=..., user=..., sslmode=...))"
 
 
 def enlist(pool: Any, options: Mapping[str, str]) -> Store:
-    """The ledger in the pool's database; *options* are those of the store's URL, and of libpq's where they must differ."""
+    """Return the ledger in the pool's database.  *options* are those of a store's URL; libpq's override the pool's."""
     if not isinstance(pool, asyncpg.Pool):
-        raise ConfigurationError(f"{type(pool).__name__} is no pool: hand the guard what asyncpg.create_pool returns")
+        raise ConfigurationError(
+            f"{type(pool).__name__} is no pool: pass the guard the result of asyncpg.create_pool()"
+        )
     store = PostgresStore(url_of(settings_of(pool, options), options))
     store.lender = PostgresSource(store.database, lambda: AsyncpgAdapter(pool, store.database.timeout))
     return store
 
 
 def settings_of(pool: Any, options: Mapping[str, str]) -> dict[str, Any]:
-    """libpq's settings for the address that the pool connects to."""
-    said: dict[str, Any] = {}
+    """Return libpq's settings for the address that the pool connects to."""
+    settings: dict[str, Any] = {}
     dsn, known, connect = asyncpg_address(pool)
     if dsn is not None:
         if not isinstance(dsn, str):
-            raise ConfigurationError(f"The pool makes up its address as it goes; {HOW}")
-        said = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
-    for name in PLACES:
+            raise ConfigurationError(f"The pool computes its address for each connection; {HOW}")
+        settings = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
+    for name in ADDRESS:
         value = known.get(name)
         if value is not None and NAMES.get(name, name) not in options:
-            said[NAMES.get(name, name)] = setting(name, value)
+            settings[NAMES.get(name, name)] = setting(name, value)
     if connect not in (asyncpg.connect, asyncpg.connection.connect):
-        raise ConfigurationError(f"The pool connects by a function of its own, to an address that is not known; {HOW}")
-    return said
+        raise ConfigurationError(f"The pool connects through a function of its own, so its address is not known; {HOW}")
+    return settings
 
 
 def setting(name: str, value: Any) -> str:
-    """One of asyncpg's arguments as libpq takes it."""
+    """Return the value of one of asyncpg's arguments as libpq takes it."""
     if name == "ssl":
         if value is False:
             return "disable"
         if isinstance(value, str):
             return value
         if not hasattr(value, "name"):  # asyncpg's own modes are an enumeration
-            raise ConfigurationError(f"How the pool's ssl={value!r} is said to libpq is not known; {HOW}")
+            raise ConfigurationError(f"The pool's ssl={value!r} cannot be translated for libpq; {HOW}")
         return str(value.name).replace("_", "-")
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     if callable(value):
-        raise ConfigurationError(f"The pool's {name} is a function, and is not known here; {HOW}")
+        raise ConfigurationError(f"The pool's {name} is a function, so its value is not known; {HOW}")
     return str(value)
 
 
 def join(place: Any) -> AsyncpgAdapter:
-    """The adapter for the user's transaction on a connection."""
+    """Return an adapter for the user's transaction on *place*, a connection."""
     if not isinstance(place, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy):
         raise not_a_place(place)
     if not place.is_in_transaction():
@@ -83,7 +85,7 @@ def join(place: Any) -> AsyncpgAdapter:
 
 
 class AsyncpgAdapter:
-    """One transaction on a connection of an asyncpg pool.  asyncpg sends one statement at a time, and BEGIN is one."""
+    """One transaction on a connection of an asyncpg pool.  Each statement, also BEGIN, is a round trip in asyncpg."""
 
     awaited = True
 
@@ -96,13 +98,13 @@ class AsyncpgAdapter:
 
     @classmethod
     def on(cls, connection: Any) -> AsyncpgAdapter:
-        """The adapter for `execute` in a transaction that the user has begun on *connection*."""
+        """Return an adapter for `execute` in the user's transaction on *connection*."""
         adapter = cls(None, 0.0)
         adapter.connection, adapter._raw = connection, asyncpg_connection(connection)
         return adapter
 
     def on_commit(self, callback: Callable[[], object]) -> None:
-        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+        """Do nothing, because the driver does not report commits.  Relays find the message when they look."""
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         return (yield Do(None, lambda: self._begin(queries)))  # type: ignore[no-any-return]
@@ -128,7 +130,7 @@ class AsyncpgAdapter:
         return rows
 
     def _was_released(self) -> bool:
-        """Whether the performer has given the connection back to its pool, which may have lent it to somebody else."""
+        """Whether the performer has given the connection back to its pool, which may have lent it again."""
         return asyncpg_connection(self.connection) is None and not self._raw.is_closed()
 
     def execute(self, *queries: Query) -> Plan[Rows]:
@@ -142,8 +144,8 @@ class AsyncpgAdapter:
         await self._transaction.commit()
         try:
             await self._give_back()
-        except Exception:  # the pool's reset failed: asyncpg has closed the connection
-            log.exception("The transaction was committed, but its connection could not be given back")
+        except Exception:  # the pool's reset failed, so asyncpg has closed the connection
+            log.exception("The transaction was committed, but its connection could not be given back to the pool")
             self.discard()
 
     def rollback(self) -> Plan[None]:

@@ -1,4 +1,4 @@
-"""Runs a batch of store calls: one statement for the rows of many callers, and each caller's own answer from its rows."""
+"""Runs a batch of store calls: one statement for the items of many callers, and an answer for each from its rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .session import NO_LOCK, Database, translate_error
 from .statements import Rows, Statement
 
 MOST_PENDING_UNDOS = 1000
-MOST_BYTES = 8 * 1024 * 1024  # of outcomes or requests in one statement
+MOST_BYTES = 8 * 1024 * 1024  # the most bytes of outcomes or requests in one statement
 
 # The answer for an item if another transaction has locked its record for longer than a batch waits.  Nothing was done.
 LOCKED = object()
 
-Answers = dict[Item, Any]  # an exception is that item's own; an item without an answer is asked about again
-Ask = Callable[[list[Item], float], Plan[Answers]]  # one statement for a group of items, until a deadline
+Answers = dict[Item, Any]  # an exception is raised only in that item's caller; an item without an answer is sent again
+Ask = Callable[[list[Item], float], Plan[Answers]]  # sends one statement for a group of items, until a deadline
 
 
 class Batches:
@@ -42,11 +42,11 @@ class Batches:
         self.sql = database.sql
         self.wakeups = wakeups
         self.listener = listener
-        # Claims that may have been granted, though the server did not answer; of all threads and event loops.
+        # The claims of all threads and event loops that may have been granted although the server did not answer.
         self._pending_undos: deque[Claim] = deque(maxlen=MOST_PENDING_UNDOS)
 
     def run_claims(self, items: list[Item]) -> Plan[list[Any]]:
-        """For each item its Lease, or the Record that prevents it."""
+        """Return each item's Lease, or the Record that prevents the claim."""
         deadline, answers, left = self._deadline(items), Answers(), items
         while left:
             group = limit_bytes(first_of_each_record(left))
@@ -55,7 +55,7 @@ class Batches:
             if len(group) < len(left):
                 share(found, left, answers)
             left = self._unanswered(left, answers, deadline)
-        # A claim that failed may have been granted.  It is undone with the next batch, once the server answers again.
+        # A failed claim may have been granted.  The next batch that the server answers undoes it.
         lost = [item.subject for item in items if isinstance(answers[item], STORE_FAILURES)]
         if self._pending_undos and len(lost) < len(items):
             yield from self._undo_pending()
@@ -63,7 +63,7 @@ class Batches:
         return [answers[item] for item in items]
 
     def undo_claims(self, items: list[Item]) -> Plan[None]:
-        """Undo claims, because their callers have gone; with the next batch, if the server does not answer now."""
+        """Undo claims whose callers have gone.  If the server does not answer now, a later batch undoes them."""
         self._pending_undos.extend(item.subject for item in items)
         yield from self._undo_pending()
 
@@ -76,9 +76,9 @@ class Batches:
             yield from self.unclaim(claims)
         except (StoreTimeout, StoreUnavailable, ConfigurationError) as error:
             self._pending_undos.extend(claims)
-            log.info("%d claims could not be undone yet: %s", len(claims), error)
-        except OncemoreError as error:  # then their leases end by themselves
-            log.warning("%d claims could not be undone: %s", len(claims), error)
+            log.info("%d claims could not be undone yet, and are tried again: %s", len(claims), error)
+        except OncemoreError as error:
+            log.warning("%d claims could not be undone and keep their leases until they end: %s", len(claims), error)
         except BaseException:
             self._pending_undos.extend(claims)
             raise
@@ -97,7 +97,7 @@ class Batches:
         yield from self.notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
 
     def run_writes(self, items: list[Item]) -> Plan[list[Any]]:
-        """For each item the answer to its verb; items of one verb are one statement."""
+        """Return the answer to each item's verb.  Items of one verb are sent as one statement."""
         deadline, answers = self._deadline(items), Answers()
         left = [item for item in items if item.verb == "change"]
         while left:
@@ -111,9 +111,9 @@ class Batches:
         return [answers[item] for item in items]
 
     def run_locked(self, items: list[Item]) -> Plan[list[Any]]:
-        """For each item the same answer as in a batch, but each is a statement of its own.
+        """Return the same answers as a batch would, but send each item as its own statement.
 
-        Their records were locked when last seen, and none of them shall wait for the lock of another.
+        The items' records were locked when last seen, and no item shall wait for another one's lock.
         """
         answers: list[Any] = []
         locked: set[Id] = set()
@@ -129,23 +129,24 @@ class Batches:
     # Parts that batches have in common
 
     def _deadline(self, items: list[Item]) -> float:
-        """When the caller that has waited longest gives up; but there is always time for one short try."""
+        """Return the time when the caller that has waited longest gives up, but leave time for one short try."""
         timeout = self.database.timeout
         return max(items[0].asked + timeout, SYSTEM.monotonic() + timeout / 5)
 
     def _unanswered(self, left: list[Item], answers: Answers, deadline: float) -> list[Item]:
+        """Return the items to be sent again.  After *deadline*, answer them with StoreTimeout instead."""
         locked = {item.id for item in left if answers.get(item) is LOCKED}
         left = [item for item in left if item not in answers]
-        if locked:  # a later change of the same record must not overtake it
+        if locked:  # a later change of the same record must not overtake the locked one
             answers.update((item, LOCKED) for item in left if item.id in locked)
             left = [item for item in left if item.id not in locked]
         if left and SYSTEM.monotonic() >= deadline:
-            answers.update((item, StoreTimeout("Other callers were quicker, time and again; retry")) for item in left)
+            answers.update((item, StoreTimeout("Other callers were faster at every try; retry later")) for item in left)
             return []
         return left
 
     def _ask_once(self, ask: Ask, items: list[Item], deadline: float) -> Plan[Answers]:
-        """The items' answers; items that ask the same of the same record share one row."""
+        """Return the items' answers.  Items with the same record and token share one row."""
         if not items:
             return Answers()
         distinct = {(item.id, item.row.token): item for item in items}
@@ -153,9 +154,9 @@ class Batches:
         return {item: found[distinct[item.id, item.row.token]] for item in items}
 
     def _ask_or_split(self, ask: Ask, group: list[Item], deadline: float) -> Plan[Answers]:
-        """The group's answers.  If PostgreSQL refuses the statement, each item is asked about alone: only the bad one fails.
+        """Return the group's answers.  If PostgreSQL refuses the statement, send the items singly: only bad ones fail.
 
-        The statement is refused after a moment if another transaction has locked a record: that item's answer is LOCKED.
+        PostgreSQL also refuses it if another transaction keeps a record locked.  That item's answer is LOCKED.
         """
         try:
             return (yield from ask(group, deadline))
@@ -188,12 +189,12 @@ class Batches:
         }
         if len(answers) < len(group):
             prevented = [item for item in group if item not in answers]
-            # If this fails, only for these: the others have their leases.
+            # If this fails, it fails only for these items, because the others have their leases.
             answers.update((yield from self._ask_or_split(self._find_blockers, prevented, deadline)))
         return answers
 
     def _find_blockers(self, group: list[Item], deadline: float) -> Plan[Answers]:
-        """For each item the record in its way; no answer if the record has become claimable, so that it is claimed again."""
+        """Return the record that prevents each item.  An item gets no answer if its record has become claimable."""
         rows = yield from self._rows(self.sql.find, group, deadline)
         answers, expired = Answers(), []
         for n, lapsed, *columns in rows:
@@ -225,7 +226,7 @@ class Batches:
         return answers
 
     def _already_applied(self, missed: list[Item], deadline: float) -> Plan[Answers]:
-        """Why rows were not changed: the same change was applied before (its answer was lost), or the owner is too late."""
+        """Answer items whose rows were not changed: None if the same change was applied before, or Fenced."""
         records = yield from self._find(missed, deadline)
         answers = Answers()
         for item, record in records.items():
@@ -245,7 +246,7 @@ class Batches:
         return dict.fromkeys(group)
 
     def _watch(self, group: list[Item], deadline: float) -> Plan[Answers]:
-        """Whether each record is still running; only then will its owner send a message."""
+        """Answer whether each record is still running.  Only then will its owner send a message."""
         group = in_lock_order(group)
         rows = yield from self._rows(self.sql.watch, group, deadline)
         answers: Answers = dict.fromkeys(group, False)
@@ -253,27 +254,27 @@ class Batches:
         return answers
 
     def notify(self, ids: Iterable[Id], deadline: float | None = None) -> Plan[None]:
-        """Send a message to the other processes.  If that fails, their waiters look for themselves after a while."""
+        """Send a message to the other processes.  If that fails, their waiters look by themselves after a while."""
         deadline = SYSTEM.monotonic() + self.database.timeout if deadline is None else deadline
         for message in self.listener.messages(ids):
             try:
                 yield from self.database.rows(self.sql.notify, [self.listener.channel, message], deadline)
             except (OncemoreError, psycopg.Error) as error:
-                log.info("No message about a change could be sent: %s", error)
+                log.info("A message about a change could not be sent; other processes look by themselves: %s", error)
 
 
 def in_lock_order(items: list[Item]) -> list[Item]:
-    """The items in the order in which all processes lock their rows, so that no two of them deadlock."""
+    """Return the items in the order in which all processes lock rows, so that they never deadlock."""
     return sorted(items, key=lambda item: item.id) if len(items) > 1 else items
 
 
 def first_of_each_record(items: list[Item]) -> list[Item]:
-    """The first item for each record, because a statement can change a row only once."""
+    """Return the first item for each record, because a statement can change a row only once."""
     return list({item.id: item for item in reversed(items)}.values()) if len(items) > 1 else items
 
 
 def limit_bytes(items: list[Item]) -> list[Item]:
-    """As many of the items as one statement should carry: large outcomes and requests go in small groups."""
+    """Return the first items whose outcomes and requests together fit into one statement; at least one item."""
     size = 0
     for n, item in enumerate(items):
         size += len(item.bytes or b"")
@@ -283,7 +284,7 @@ def limit_bytes(items: list[Item]) -> list[Item]:
 
 
 def share(found: Answers, items: list[Item], answers: Answers) -> None:
-    """Give the same answer to every claim of a record that nobody can claim now."""
+    """Answer further claims of the same records with the records that prevented the first ones."""
     known = {item.id: answer for item, answer in found.items() if isinstance(answer, Record) and not is_free(answer)}
     for item in items:
         if item not in answers and item.id in known:

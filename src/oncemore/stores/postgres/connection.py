@@ -1,4 +1,4 @@
-"""Open connections that wait for work: one list for the threads of this process, and one for each event loop."""
+"""Free connections: one list for the threads of this process, and one for each event loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ..._runtime.loops import PerLoop
 from ...errors import ConfigurationError, StoreTimeout
 from .pipeline import AnswerTimeout, state_of
 
-SHORTEST_CONNECT = 2  # seconds: libpq treats a shorter connect_timeout as this one
-PREPARE_THRESHOLD = 5  # psycopg's default, for the statements of a performer
+SHORTEST_CONNECT = 2  # seconds: libpq raises a shorter connect_timeout to this one
+PREPARE_THRESHOLD = 5  # psycopg's default; it counts only for statements of the performer
 
-# libpq does not tell the error's code, only its text.  If the server speaks another language, it is asked until the timeout.
+# libpq reports a refusal only as text.  If the server's messages are in another language, nothing matches, and the
+# store tries again until its timeout.
 REFUSAL = re.compile(
     r"authentication failed|(?:role|database) \".*\" does not exist|no pg_hba\.conf entry|is not permitted to log in|"
     r"permission denied for database|server does not support SSL"
@@ -32,12 +33,12 @@ IDLE = int(TransactionStatus.IDLE)
 
 
 class Connections:
-    """Connections to one database, each taken for one exchange or one transaction at a time.
+    """The connections to one database.  Each is taken for one exchange or one transaction at a time.
 
     `take` (on a thread) and `atake` (on an event loop) return a connection that nobody else uses until `give_back`.
-    They open a new one if none is free.  The connection that came back last is taken first, because its server process
-    is still warm.  A free connection that the server has closed is dropped, so a restart leaves no list of dead ones.
-    A forked child starts with empty lists.
+    They open a new connection if none is free.  The connection that was given back last is taken first, because its
+    server process is still warm.  A free connection that the server has closed is dropped, so that a restart leaves no
+    dead ones.  A forked child starts with empty lists.
 
     Args:
         conninfo: libpq's connection string.
@@ -72,10 +73,10 @@ class Connections:
         )
 
     def take(self, timeout: float) -> Any:
-        """A connection for this thread.
+        """Return a connection for this thread.
 
-        Raises StoreTimeout if the limit is reached, ConfigurationError if the server refuses the login or the database for
-        good, and psycopg.Error if connecting fails otherwise.
+        Raises StoreTimeout if the limit is reached, ConfigurationError if the server refuses the login or the database,
+        and psycopg.Error if connecting fails for another reason.
         """
         free, ends = self.threads, SYSTEM.monotonic() + timeout
         if free.slots is not None and not free.slots.acquire(timeout=max(0.0, timeout)):
@@ -123,10 +124,10 @@ class Connections:
         return {"autocommit": self.autocommit, "prepare_threshold": PREPARE_THRESHOLD if self.prepares else None}
 
     def give_back(self, connection: Any) -> None:
-        """Let another caller take *connection*; on the thread or loop that took it.  Never waits and never fails.
+        """Let another caller take *connection*.  Call this on the thread or loop that took it.  Never waits or fails.
 
-        It is closed instead if it is in a transaction or in the middle of an exchange, or if the list was closed meanwhile.  A
-        second call does nothing.
+        If the connection is in a transaction or an exchange, or the list was closed meanwhile, it is closed instead.
+        A second call does nothing.
         """
         state = state_of(connection)
         free, state.free_list = state.free_list, None
@@ -140,12 +141,12 @@ class Connections:
 
     def _all_in_use(self, timeout: float) -> StoreTimeout:
         return StoreTimeout(
-            f"All {self.limit} connections were in use for {timeout:.1f} s; transactions may use more with pool= in the "
-            "store's URL"
+            f"All {self.limit} connections were in use for {timeout:.1f} s; retry, or allow transactions more with "
+            "pool= in the store's URL"
         )
 
     def close(self) -> None:
-        """Close the threads' connections, and those of event loops that were closed."""
+        """Close the connections of the threads and of closed event loops."""
         free, self.threads = self.threads, FreeList(threading.Semaphore(self.limit) if self.limit else None)
         free.close()
         self.loops.drop_closed()
@@ -158,18 +159,18 @@ class Connections:
 
 
 class FreeList:
-    """The free connections of the threads, or of one event loop; *slots* limits how many are taken."""
+    """The free connections of the threads, or of one event loop.  *slots* limits the number of taken ones."""
 
     def __init__(self, slots: threading.Semaphore | asyncio.Semaphore | None) -> None:
         self.slots: Any = slots
         self.connections: list[Any] = []
         self.closed = False
-        # An event loop may be gone before anybody closes its list.  Not at exit: a forked child would end the parent's.
+        # An event loop may be gone before anybody closes its list.  Not at exit: a child would close its parent's.
         weakref.finalize(self, close_connections, self.connections).atexit = False
 
     def pop(self) -> Any:
-        """The free connection that came back last, or None."""
-        with suppress(IndexError):  # looked at first, the list might be emptied by another thread
+        """Return the free connection that was given back last, or None."""
+        with suppress(IndexError):  # a check of the length would race with other threads
             while True:
                 connection = self.connections.pop()
                 if is_alive(connection):
@@ -179,40 +180,40 @@ class FreeList:
 
     def release_slot(self) -> None:
         if self.slots is not None:
-            with suppress(RuntimeError):  # its event loop was closed, and the tasks that wait there with it
+            with suppress(RuntimeError):  # the event loop was closed, so none of its tasks waits for a slot
                 self.slots.release()
 
     def close(self) -> None:
-        """Close the free connections now, and each taken one when it is given back."""
+        """Close the free connections now, and the taken ones when they are given back."""
         self.closed = True
         close_connections(self.connections)
 
 
 def close_connections(connections: list[Any]) -> None:
-    with suppress(IndexError):  # looked at first, the list might be emptied by another thread
+    with suppress(IndexError):  # a check of the length would race with other threads
         while True:
             connections.pop().pgconn.finish()
 
 
 @contextmanager
 def refusals_explained() -> Iterator[None]:
-    """Raise ConfigurationError if the server refuses a new connection for a reason that no further attempt changes."""
+    """Raise ConfigurationError if the server refuses a new connection and further attempts cannot help."""
     try:
         yield
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
         if REFUSAL.search(message) or (error.pgconn is not None and error.pgconn.needs_password):
             raise ConfigurationError(
-                f"PostgreSQL refuses to connect: {message}; correct the user, password or database in the store's URL"
+                f"PostgreSQL refused to connect: {message}; correct the user, password or database in the store's URL"
             ) from error
         raise
 
 
 def is_alive(connection: Any) -> bool:
-    """Whether a free connection is still open, as far as its socket tells without a round trip."""
+    """Whether a free connection is still open, as far as its socket shows without a round trip."""
     pgconn = connection.pgconn
     try:
-        for _ in range(2):  # a server that shuts down says so first; the end of the stream is behind that
+        for _ in range(2):  # a server that shuts down sends a message first, and then ends the stream
             pgconn.consume_input()
     except psycopg.OperationalError:
         return False

@@ -1,4 +1,4 @@
-"""Hears of the changes that other processes make: PostgreSQL's LISTEN, on a connection and a thread of its own."""
+"""Listens for messages about changes that other processes make (LISTEN), on its own connection and thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ decode = msgspec.json.Decoder(tuple[str, list[Id]]).decode
 class PostgresListener(Listener[psycopg.Connection[Any]]):
     """Wakes the waiters of records that other processes have changed.
 
-    It is `unavailable` behind a pooler, which would not know which client to give a message to.
+    It is `unavailable` behind a pooler, because a pooler does not pass messages on to the client that listens.
     """
 
     name = "oncemore-postgres-listener"
@@ -37,7 +37,7 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._sender = secrets.token_hex(8)  # marks this process's own messages, which need not wake it again
+        self._sender = secrets.token_hex(8)  # the name of this process in its messages, so that it ignores them
 
     def connect(self) -> psycopg.Connection[Any]:
         with refusals_explained():
@@ -45,7 +45,7 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
         try:
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
             if row is None or row[0] != connection.info.backend_pid:
-                raise CannotListen("a pooler is in between")
+                raise CannotListen("a pooler is between the store and PostgreSQL")
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
         except BaseException:
             connection.close()
@@ -61,13 +61,13 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
         try:
             sender, ids = decode(payload)
         except msgspec.MsgspecError:
-            return  # any client may send to the channel
+            return  # another program has sent to the channel
         if sender != self._sender:
             for scope, key in ids:
                 self.wakeups.notify((unescape_text(scope), unescape_text(key)))
 
     def messages(self, ids: Iterable[Id]) -> Iterator[str]:
-        """The messages that tell the other processes that *ids* have changed, in as few as they fit into."""
+        """Return the messages that tell the other processes that *ids* have changed, as few as possible."""
         batch: list[Id] = []
         size = 0
         for scope, key in ids:

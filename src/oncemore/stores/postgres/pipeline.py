@@ -1,7 +1,7 @@
-"""Several statements in one round trip: libpq's pipeline mode, once for claims and transactions, threads and event loops.
+"""Sends several statements in one round trip (libpq's pipeline mode), for batches and transactions, sync and async.
 
-psycopg's own `pipeline()` does the same, but looks at the socket after each command: in a transaction it adds six times
-as much processor time.  psycopg still opens the connections, waits for their sockets, and reads the rows.
+psycopg's own `pipeline()` does the same, but looks at the socket after each command, and so adds six times as much
+processor time to a transaction.  psycopg still opens the connections, waits for their sockets, and reads the rows.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from ._compat import (
 )
 from .statements import Query, Rows, Statement, prepared
 
-# BEGIN and COMMIT are prepared, so that the server need not parse them each time.  ROLLBACK is not: it must work even if
-# the server has lost the prepared statements.
+# BEGIN and COMMIT are prepared, so that the server need not parse them each time.  ROLLBACK is not prepared, because it
+# must work even if the server has lost the prepared statements.
 BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLLBACK")
 
-# Plain integers, because comparing enumerations is slow, and it is done for every result.
+# Plain integers, because comparing enumerations is slow and happens for every result.
 TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
 IN_TRANSACTION = int(TransactionStatus.INTRANS)
-UTF8 = (b"UTF8", b"UNICODE")  # the server's name for it; a pooler may repeat the name that the client asked for
+UTF8 = (b"UTF8", b"UNICODE")  # names of the encoding, without - and _; a pooler may repeat the client's name for it
 
 NOT_PREPARED, ALREADY_PREPARED, CHANGED_COLUMNS = "26000", "42P05", "0A000"
-# The server does not know a prepared statement any more, or a table's columns have changed since it was prepared.
+# The server has lost a prepared statement, or a table's columns have changed since it was prepared.
 OUTDATED = {NOT_PREPARED, CHANGED_COLUMNS}
 
 
 class AnswerTimeout(psycopg.OperationalError):
-    """The answer did not come in time.  Whether the statements were carried out is not known; the connection is closed."""
+    """The answer did not come in time.  Nobody knows if the statements were carried out.  The connection is closed."""
 
 
 class ConnectionState:
-    """The ledger's knowledge of one connection: its prepared statements, and how to read its rows.
+    """The ledger's data about one connection: its prepared statements, and the reader of its rows.
 
-    Any user of the connection may have the prepared statements deallocated (psycopg does so after its own rollback).  The
-    server then refuses them, and the next exchange prepares them again, under new names.
+    Each user of the connection may deallocate the prepared statements; psycopg does so after its own rollback.  The
+    server then refuses them, and the next exchange prepares them again under new names.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -63,14 +63,14 @@ class ConnectionState:
         # In another encoding, the same key would be stored as different bytes, and its operation would run twice.
         if encoding.upper().replace(b"-", b"").replace(b"_", b"") not in UTF8:
             raise ConfigurationError(
-                f"The connections are in {encoding.decode()}, but the ledger's texts are in UTF-8: give your pool or engine "
-                "client_encoding=UTF8"
+                f"The connections are in {encoding.decode()}, but the ledger's texts are in UTF-8: give your pool or "
+                "engine client_encoding=UTF8"
             )
-        # Set by the store, if the connection is its own:
-        self.configured = False  # the session's settings were made
-        self.free_list: Any = None  # where the connection goes when it is given back
-        self.prepared: dict[bytes, bytes] = {}
-        self.mark = prepared_mark(connection)  # before the latest exchange
+        # The store sets these two if the connection is its own:
+        self.configured = False  # whether the session was set up
+        self.free_list: Any = None  # the list that gets the connection back
+        self.prepared: dict[bytes, bytes] = {}  # the name on the server of each prepared statement, by its own name
+        self.mark = prepared_mark(connection)  # psycopg's prepared statements before the latest exchange
         self.rows = RowReader(connection)
         self._count = itertools.count()
 
@@ -106,7 +106,7 @@ class Pipeline:
     async def arun(self) -> list[Rows]:
         lock, left = self.connection.lock, None if self.deadline is None else self.deadline - SYSTEM.monotonic()
         try:
-            # If a task that the performer has left behind is in a long query, do not wait for it longer than for an answer.
+            # A task that the performer left behind may be in a long query.  Wait for it no longer than for an answer.
             async with asyncio.timeout(left if lock.locked() else None):
                 await lock.acquire()
         except TimeoutError as error:
@@ -121,19 +121,19 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
     """Send *queries* in one pipeline, and return the rows of each.  `Connection.wait()` runs this generator.
 
     Precondition: the caller holds `connection.lock`.
-    The first query that fails is raised as psycopg's exception for it, and the server skips the queries behind it, a COMMIT
-    included.  If the connection fails, or *deadline* (on the monotonic clock) passes, an OperationalError without
-    `sqlstate` is raised and the connection is closed; whether the queries were carried out is then not known.
-    Statements with a name are prepared, unless `prepare_threshold` is None: that says that a pooler is in between.
+    If a query fails, psycopg's exception for it is raised, and the server skips the queries after it, also a COMMIT.
+    If the connection fails, or *deadline* (on the monotonic clock) passes, an OperationalError without `sqlstate` is
+    raised and the connection is closed.  Nobody knows then if the queries were carried out.
+    Statements with a name are prepared, unless `prepare_threshold` is None, which means that a pooler is in between.
     """
     pgconn, state = connection.pgconn, state_of(connection)
     if pgconn.transaction_status == IN_TRANSACTION:
         check_session(connection)
-    if was_deallocated(connection, state.mark):  # as after a savepoint that the performer has rolled back
+    if was_deallocated(connection, state.mark):  # for example after the performer rolled back to a savepoint
         state.prepared.clear()
     state.mark = prepared_mark(connection)
     names = dict(state.prepared) if connection.prepare_threshold is not None else None
-    preparing: dict[int, tuple[bytes, bytes]] = {}  # statements to be prepared now, by the position of their result
+    preparing: dict[int, tuple[bytes, bytes]] = {}  # the statements prepared now, by the position of their result
     sent = 0
     try:
         pgconn.enter_pipeline_mode()
@@ -153,7 +153,7 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
         pgconn.pipeline_sync()
         results = yield from read_results(pgconn, deadline)
         pgconn.exit_pipeline_mode()
-    except BaseException:  # also an interrupt: answers may still come, and the next user must not get them
+    except BaseException:  # also after an interrupt, because the next user must not get answers that still come
         pgconn.finish()
         raise
     rows: list[Rows] = []
@@ -172,7 +172,7 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
 
 
 def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresult]]:
-    """The result of each command, up to the end of the pipeline.
+    """Return the result of each command, up to the end of the pipeline.
 
     Outside a transaction the server commits at the end of the pipeline.  If that fails, an error follows the last result.
     """
@@ -181,7 +181,7 @@ def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresu
         yield WAIT_READ_OR_WRITE
         pgconn.consume_input()
         check_deadline(deadline)
-    # Wait before the first look at the socket: looking releases the interpreter lock, and other threads come in between.
+    # Wait before the first look at the socket, because a look releases the interpreter lock to other threads.
     yield WAIT_READ
     pgconn.consume_input()
     while True:
@@ -200,22 +200,22 @@ def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresu
 
 
 def check_session(connection: Any) -> None:
-    """Raise the server's reason if it has ended the session in the middle of a transaction, which it has then rolled back.
+    """Raise the server's reason if it has ended the session, and so rolled back the open transaction.
 
-    libpq treats that message as a notice, because nothing was asked.  Sent first, a query would only find a closed
-    connection, and leave in doubt whether a COMMIT was carried out.
+    libpq treats the server's message as a notice, because no query was sent.  Without this check, the next query would
+    only find a closed connection, and nobody would know if a COMMIT in it was carried out.
     """
     reasons: list[psycopg.Error] = []
 
-    def keep(notice: psycopg.errors.Diagnostic) -> None:  # it can be read only now
+    def keep(notice: psycopg.errors.Diagnostic) -> None:  # reads the notice now, because it is not valid later
         if notice.severity_nonlocalized == "FATAL" and notice.sqlstate:
             reasons.append(psycopg.errors.lookup(notice.sqlstate)(notice.message_primary or ""))
 
     connection.add_notice_handler(keep)
     try:
-        for _ in range(2):  # the end of the stream is behind the message
+        for _ in range(2):  # the first read gets the message, the second one the end of the stream
             connection.pgconn.consume_input()
-            connection.pgconn.is_busy()  # parses what was read
+            connection.pgconn.is_busy()  # parses the input
     except psycopg.OperationalError:
         if reasons:
             raise reasons[0] from None
@@ -230,7 +230,7 @@ def check_deadline(deadline: float | None) -> None:
 
 
 def begin_statement(connection: Any) -> Statement:
-    """The BEGIN that psycopg would send, by the connection's own settings."""
+    """Return the BEGIN that psycopg would send with the connection's settings."""
     isolation_level, read_only, deferrable = connection.isolation_level, connection.read_only, connection.deferrable
     if isolation_level is None and read_only is None and deferrable is None:
         return BEGIN
@@ -245,7 +245,7 @@ def begin_statement(connection: Any) -> Statement:
 
 
 def adapt_values(connection: Any, values: Sequence[Any]) -> list[str | None]:
-    """A user's values as psycopg writes them in text; PostgreSQL infers their types from the statement."""
+    """Return a user's values as psycopg writes them in text.  PostgreSQL infers their types from the statement."""
     dumper = Transformer(connection).get_dumper
     dumped = [None if value is None else dumper(value, PyFormat.TEXT).dump(value) for value in values]
     return [None if value is None else bytes(value).decode() for value in dumped]
@@ -253,13 +253,13 @@ def adapt_values(connection: Any, values: Sequence[Any]) -> list[str | None]:
 
 # Parameters
 
-BYTEA = 17  # the type's number in every PostgreSQL
+BYTEA = 17  # the type's number, which is the same on every server
 NULL = struct.pack("!i", -1)
-BINARY = (bytes, list)  # sent as they are; all others are sent as text, and PostgreSQL infers their types
+BINARY = (bytes, list)  # types that are sent in binary form; others are sent as text, and PostgreSQL infers the types
 
 
 def encode_parameters(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
-    """The values as libpq's parameters, and the format of each: 0 for text, 1 for binary."""
+    """Return the values as libpq's parameters, and the format of each: 0 for text, 1 for binary."""
     parameters = [value.encode() if type(value) is str else encode_parameter(value) for value in values]
     return parameters, [int(isinstance(value, BINARY)) for value in values]
 
@@ -271,7 +271,7 @@ def encode_parameter(value: Any) -> bytes | None:
 
 
 def encode_bytea_array(items: list[bytes | None]) -> bytes:
-    """A bytea[] in its binary form."""
+    """Return a bytea[] in its binary form."""
     parts = [struct.pack("!iiIii", 1, 1, BYTEA, len(items), 1)]
     for item in items:
         parts += (NULL,) if item is None else (struct.pack("!i", len(item)), item)

@@ -1,4 +1,4 @@
-"""The ledger in the database of a user's psycopg_pool; transactions run on its connections: `Guard(pool)`."""
+"""The ledger in the database of a user's psycopg_pool: `Guard(pool)`.  Transactions run on the pool's connections."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cur
 
 
 def enlist(pool: Any, options: Mapping[str, str]) -> Store:
-    """The ledger in the database of a psycopg_pool; transactions run on its connections."""
+    """Return the ledger in the database of a psycopg_pool.  *options* are those of a store's URL."""
     if callable(pool.conninfo) or callable(pool.kwargs):
         raise ConfigurationError(
-            "The pool computes its address for each connection: give the guard a pool with a fixed conninfo"
+            "The pool computes its address for each connection: pass the guard a pool with a fixed conninfo and kwargs"
         )
     kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
     store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
@@ -34,7 +34,7 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
 
 
 class PoolAdapter(PsycopgAdapter):
-    """One transaction on a connection of the user's psycopg_pool.  From an event loop, a sync pool is used in threads."""
+    """One transaction on a connection of the user's psycopg_pool.  An event loop uses a sync pool in threads."""
 
     def __init__(self, pool: Any, timeout: float) -> None:
         self.connection: Any = None
@@ -42,7 +42,7 @@ class PoolAdapter(PsycopgAdapter):
         self._timeout = timeout
 
     def can_defer(self) -> bool:
-        """No: the user's connections do not tell of savepoints."""
+        """Return False, because the user's connections do not note savepoints."""
         return False
 
     def _take(self) -> Do[None]:
@@ -68,7 +68,7 @@ class PoolAdapter(PsycopgAdapter):
         yield self._put()
 
     def _put(self) -> Do[None]:
-        """Effect: give the connection back.  It is forgotten last, so that a caller that is cancelled meanwhile discards it."""
+        """Effect: give the connection back, and then forget it, so that `discard` still has it after a cancellation."""
 
         def plain() -> None:
             vars(self.connection).pop("close", None)
@@ -85,12 +85,12 @@ class PoolAdapter(PsycopgAdapter):
     def discard(self) -> None:
         if self.connection is not None:
             if self.connection.pgconn.transaction_status != IDLE:
-                self.connection.pgconn.finish()  # not close(), which may only give it back to its pool
+                self.connection.pgconn.finish()  # close() might only give the connection back to its pool
             at_once(self._put())
 
 
 def refuse_close() -> None:
-    """Replaces close() if that gives a connection back to its pool: the next user of it would be in our transaction."""
+    """Replaces a close() that gives the connection back to its pool, whose next user would be in our transaction."""
     raise commit_forbidden()
 
 

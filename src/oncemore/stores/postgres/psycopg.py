@@ -1,4 +1,4 @@
-"""Transactions on psycopg connections: the ledger's own, the user's, and those below Django's."""
+"""Transactions on psycopg connections: the ledger's own, the user's, and Django's."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .session import SERIALIZATION_FAILURES, Database, is_lost, message_of, tran
 from .transactions import PostgresSource
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
-PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
-PLAIN = (bytes, int, float, bool, type(None))  # the values that need no adapters of psycopg
+PATIENCE = 5.0  # seconds for a rollback; after that, the connection is closed instead, which rolls back as well
+PLAIN = (bytes, int, float, bool, type(None))  # the types of values that need no adapters of psycopg
 
 
 class PsycopgAdapter:
-    """One transaction on a psycopg connection of the ledger's own, sync or async.
+    """One transaction on the ledger's own psycopg connection, sync or async.
 
-    The claim travels with BEGIN and the outcome with COMMIT, so that the ledger adds no round trip.
+    The claim is sent with BEGIN and the outcome with COMMIT, so the ledger adds no round trips.
     """
 
     def __init__(self, connections: Connections, timeout: float, configure: Callable[[Any], Pipeline]) -> None:
         self.connection: Any = None
         self._connections = connections
         self._timeout = timeout
-        self._configure = configure  # the effect that sets up the session of a new connection
+        self._configure = configure  # returns the effect that sets up the session of a new connection
 
     @property
     def awaited(self) -> bool:
@@ -48,14 +48,14 @@ class PsycopgAdapter:
         return rows
 
     def can_defer(self) -> bool:
-        """Whether a statement may as well be sent with the COMMIT: no savepoint was set, so no rollback to one can undo it.
+        """Whether a statement may be sent with the COMMIT instead, because no rollback to a savepoint could undo it.
 
-        Only connections of the ledger's own tell of savepoints.
+        Only the ledger's own connections note savepoints.
         """
         return getattr(self.connection, "nested", True) is False
 
     def _take(self) -> Do[None]:
-        """Effect: take a connection.  It is stored at once, so that a caller that is cancelled meanwhile gives it back."""
+        """Effect: take a connection.  It is stored before its set-up, so that a cancelled caller gives it back."""
 
         def plain() -> None:
             connection = self.connection = self._connections.take(self._timeout)
@@ -79,12 +79,12 @@ class PsycopgAdapter:
     def _send(self, *queries: Query, limit: float | None = None) -> Plan[Rows]:
         deadline = None if limit is None else SYSTEM.monotonic() + limit
         pipeline = Pipeline(self.connection, queries, deadline)
-        effect: Effect[Any] = pipeline if self.awaited else Do(pipeline.run, None)  # from a loop, in a thread
+        effect: Effect[Any] = pipeline if self.awaited else Do(pipeline.run, None)  # Do: an event loop uses a thread
         results = yield effect
         return results[-1]  # type: ignore[no-any-return]
 
     def commit(self, *queries: Query) -> Plan[None]:
-        """Run *queries* and COMMIT in one pipeline.  If a query fails, the server skips the COMMIT behind it."""
+        """Run *queries* and COMMIT in one pipeline.  If a query fails, the server skips the COMMIT after it."""
         check_open(self.connection)
         self.connection.lent = False
         yield from self._send(*queries, (COMMIT, ()))
@@ -105,7 +105,7 @@ class PsycopgAdapter:
 
     def discard(self) -> None:
         if self.connection is not None:
-            self._connections.give_back(self.connection)  # closes it, if it is in a transaction
+            self._connections.give_back(self.connection)  # closes it if it is in a transaction
             self.connection = None
 
     def _give_back(self) -> Plan[None]:
@@ -118,7 +118,7 @@ class PsycopgAdapter:
 def check_open(connection: Any) -> None:
     """Raise TransactionEnded if the performer has ended the transaction or closed the connection.
 
-    A connection that the network has closed passes: the next statement tells of that.
+    If the network has closed the connection, this raises nothing, because the next statement will.
     """
     status = connection.pgconn.transaction_status
     if status == IDLE or (status == UNKNOWN and not connection.broken):
@@ -126,9 +126,9 @@ def check_open(connection: Any) -> None:
 
 
 def adapt(connection: Any, query: Query) -> Query:
-    """The query with a user's values as psycopg writes them; the ledger's own values need no adapters.
+    """Return the query with a user's values as psycopg writes them.  The ledger's own values need no adapters.
 
-    psycopg refuses a text with a NUL, which libpq would cut off there.
+    psycopg refuses a text with a NUL.  Without this check, libpq would cut the text off there.
     """
     statement, values = query
     if all(type(value) in PLAIN or (type(value) is str and "\0" not in value) for value in values):
@@ -143,7 +143,7 @@ def is_savepoint(query: Any) -> bool:
 
 
 class Noting:
-    """A cursor that notes if the performer sets a savepoint by itself."""
+    """Notes on its connection if the performer's statement sets a savepoint."""
 
     connection: Any
 
@@ -162,9 +162,9 @@ class AsyncNotingCursor(Noting, psycopg.AsyncCursor[Any]):
 
 
 class NoCommit:
-    """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
+    """Makes `commit` and `rollback` of the ledger's own connections raise while a performer has the connection."""
 
-    lent = False
+    lent = False  # whether a performer has the connection
     nested = False  # whether the performer has set a savepoint
 
     def transaction(self, *args: Any, **settings: Any) -> Any:
@@ -191,7 +191,7 @@ class AsyncNoCommitConnection(NoCommit, psycopg.AsyncConnection[Any]):
 
 
 class OwnSource(PostgresSource):
-    """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
+    """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many on each event loop."""
 
     def __init__(self, database: Database, *, limit: int) -> None:
         super().__init__(database, lambda: PsycopgAdapter(self.connections, database.timeout, self._configure))
@@ -212,7 +212,7 @@ class OwnSource(PostgresSource):
 
     def open(self) -> Plan[Transaction]:
         transaction = yield from super().open()
-        self.connections.prepares = not self.database.pooled  # the store has asked by now, and knows
+        self.connections.prepares = not self.database.pooled  # known by now, because `open` has used the database
         return transaction
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class OwnSource(PostgresSource):
 
 
 class FeatureTransaction(PsycopgAdapter):
-    """A transaction of a feature's own.  It raises a StoreError if the server fails or refuses: the caller begins another one."""
+    """A feature's own transaction.  It raises a StoreError if the server fails or refuses, so the caller can retry."""
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         with store_errors():
@@ -251,16 +251,16 @@ def store_errors() -> Iterator[None]:
 
 
 class JoinedPsycopg:
-    """Statements in a transaction on a psycopg connection of the user's, by psycopg's own cursor.
+    """Runs statements in a transaction on the user's own psycopg connection, with psycopg's cursor.
 
-    psycopg begins a transaction with the first statement, and the user may be in `with connection.pipeline()`.
+    psycopg's cursor begins a transaction with the first statement, and works inside `with connection.pipeline()`.
     """
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
 
     def on_commit(self, callback: Callable[[], object]) -> None:
-        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+        """Do nothing, because the driver does not report commits.  Relays find the message when they look."""
 
     def execute(self, *queries: Query) -> Plan[Rows]:
         on_loop = isinstance(self.connection, psycopg.AsyncConnection)
@@ -302,7 +302,7 @@ class BelowDjango:
 
 
 class JoinedBelowDjango(BelowDjango):
-    """Statements in the user's atomic block.  Django leaves it to psycopg to begin with the first statement."""
+    """Runs statements in the user's atomic block.  Django has sent no BEGIN, so the first statement may need one."""
 
     def execute(self, raw: Any, queries: Sequence[Query]) -> Rows:
         if raw.pgconn.transaction_status == IDLE:

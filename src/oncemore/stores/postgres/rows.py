@@ -15,21 +15,21 @@ from ..._runtime.wakeups import Id
 from ...errors import InvalidKey
 
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
-LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
+LONGEST_ID = 2600  # bytes of scope and key that fit into an index entry
 
 UNSAFE = re.compile(r"[\\\x00\ud800-\udfff]")
 ESCAPED = re.compile(r"\\(?:([\\0])|u([0-9a-f]{4}))")
 
 
 def escape_text(text: str) -> str:
-    """The text as it is stored.  PostgreSQL has no NUL and no lone surrogates, but a key may contain both."""
+    """Return the text as it is stored.  PostgreSQL cannot store NUL and lone surrogates, but a key may contain both."""
     if text.isascii() and "\\" not in text and "\0" not in text:
         return text if type(text) is str else str.__str__(text)  # the JSON encoder refuses subclasses of str
     return UNSAFE.sub(_escape, text)
 
 
 def unescape_text(text: str) -> str:
-    """The text that `escape_text` was given."""
+    """Return the text that `escape_text` was given."""
     return ESCAPED.sub(_unescape, text) if "\\" in text else text
 
 
@@ -48,11 +48,13 @@ def check_length(scope: str, key: str) -> None:
         return
     size = len(scope.encode()) + len(key.encode())
     if size > LONGEST_ID:
-        raise InvalidKey(f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}")
+        raise InvalidKey(
+            f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}: use a shorter key"
+        )
 
 
 class ItemRow(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """An item as its statement reads it, from JSON: the columns that its verb needs.  *n* is its position in the batch."""
+    """An item as its statement reads it from JSON: the columns of its verb.  *n* is its position in the batch."""
 
     n: int = -1
     scope: str
@@ -81,7 +83,7 @@ class Item:
         id: The record's scope and key.
         subject: The Claim or Lease that the call is about, if there is one.
         bytes: The outcome or the request.
-        columns: The other columns of its row.
+        columns: The item's other columns.
     """
 
     __slots__ = ("asked", "bytes", "id", "row", "subject", "verb")
@@ -92,11 +94,11 @@ class Item:
         self.subject = subject
         self.bytes = bytes
         self.row = ItemRow(scope=scope, key=key, **columns)
-        self.asked = SYSTEM.monotonic()  # when its caller began to wait
+        self.asked = SYSTEM.monotonic()  # the time when its caller began to wait
 
     @property
     def wakes(self) -> bool:
-        """Whether callers that wait for the record should look at it after this change."""
+        """Whether this change should wake the callers that wait for the record."""
         return self.row.state != "running" or self.row.lease == 0.0
 
 
@@ -106,7 +108,7 @@ encode_rows = msgspec.json.Encoder().encode
 
 
 def read_record(row: Sequence[Any]) -> Record:
-    """The record in a row of the columns RECORD.  An outcome that cannot be decoded counts as one that was not kept."""
+    """Return the record in a row of the columns RECORD.  An outcome that cannot be decoded becomes a tombstone."""
     columns: list[Any] = [*map(unescape_text, row[:4]), *row[4:]]
     if columns[OUTCOME] is not None:
         try:

@@ -1,14 +1,14 @@
-"""The SQL of the PostgreSQL store: each statement by name, with its meaning.  It does not know how it is executed.
+"""The SQL of the PostgreSQL store: each statement by name, with its meaning.  It does not depend on a driver.
 
-A statement is text with numbered parameters (`$1`) and a name made from the text, so that a server which knows the name
-knows the very same text.  psycopg, asyncpg, SQLAlchemy and Django can all run it.  There are two forms:
+A statement is text with numbered parameters (`$1`) and a name that is a hash of the text, so a prepared name always
+stands for the same text.  psycopg, asyncpg, SQLAlchemy and Django can all run it.  There are two forms:
 
     many  for a batch.  $1: the items as a JSON array of objects, in which *n* tells the answers apart;
           $2: seconds to add to the server's clock, 0 except in tests; $3: their outcomes or requests, as bytea[]
     here  for one operation, inside the transaction of its effect: a parameter for each column
 
-ON CONFLICT and UPDATE decide by the row as it is once they have locked it, not by the statement's snapshot.
-`now` is read once, before waiting for any lock: a clock that is a little late never takes a live lease away.
+ON CONFLICT and UPDATE lock the row first, and decide by the row as it then is, not by the statement's snapshot.
+`now` is read once, before waiting for any lock.  So it may be a little late, which never takes a live lease away.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ CLOCK = "clock AS MATERIALIZED (SELECT clock_timestamp() + make_interval(secs =>
 
 
 def many(columns: str = "") -> str:
-    """The items of a batch with these columns, and the time.  OFFSET keeps the planner from reading the clock per row."""
+    """Return the FROM item for a batch: its *columns* and the time.  OFFSET 0 makes the planner read the clock once."""
     named = ", ".join(filter(None, ("n int, scope text, key text", columns)))
     return f"""(SELECT w.*, (SELECT clock_timestamp() + make_interval(secs => $2)) AS now
     FROM json_to_recordset($1::json) AS w ({named}) OFFSET 0) AS want"""
 
 
 def here(columns: str) -> str:
-    """As `many`, for one item: its columns are parameters."""
+    """Return the FROM item for one operation: its *columns* are parameters, and the time is added."""
     named = [column.split() for column in ("scope text", "key text", *columns.split(", "))]
     given = ", ".join(f"${n}::{type} AS {name}" for n, (name, type) in enumerate(named, 1))
     return f"""(SELECT 0 AS n, {given},
     clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now OFFSET 0) AS want"""
 
 
-BYTES = "($3::bytea[])[want.n + 1]"  # of an item in a batch; NULL if there are none at all
+BYTES = "($3::bytea[])[want.n + 1]"  # the outcome or request of an item in a batch; NULL if $3 is NULL
 
-# May the row be claimed?  An expired row counts as absent, but an audited one must go to the archive first.  A row that
-# this very claim has taken already (the answer was lost) is the claimant's own.
+# Whether the row may be claimed.  An expired row counts as absent, but an audited one must go to the archive first.  If
+# this same claim has taken the row already (the answer was lost), it is not claimed again.
 FREE = """({row}.expires_at <= {now} AND NOT {row}.audit OR {row}.fingerprint = {want}.fingerprint
     AND ({row}.state = 'released'
         OR {row}.state = 'running' AND {row}.lease_until <= {now} AND {row}.holder <> {want}.holder)) IS TRUE"""
 
-# Claim each item that nothing prevents; a row comes back for each that was granted.
-# An item without a chance by the snapshot is left out, because ON CONFLICT would lock the row in its way, which is a write.
-# The others are inserted in the given order, which is the same in all processes, so that they never deadlock.
+# Claim each item that no record prevents, and return a row for each granted claim.
+# An item that the snapshot shows as prevented is left out, because ON CONFLICT would lock the record, which is a write.
+# The others are inserted in the given order.  All processes use the same order, so they never deadlock.
 CLAIMED = "name text, fingerprint text, holder text, lease float8"
 CLAIM = f"""
 INSERT INTO {{records}} AS r
@@ -84,9 +84,9 @@ ON CONFLICT (scope, key) DO UPDATE SET
 WHERE {FREE.format(row="r", now="EXCLUDED.created_at", want="EXCLUDED")}
 RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
 
-# The claim of an operation inside its effect's transaction, if no record is in the way: nearly always, so it does no more
-# than it must.  If another transaction has the row, it waits for that, for so many milliseconds; then the performer's own
-# lock_timeout holds again.  Set and reset in one statement, because a round trip costs more than both.
+# Claim an operation inside its effect's transaction, if it has no record.  That is the usual case, so the statement
+# does nothing else.  If another transaction has inserted the row, it waits for that one to end, for up to $8.  It sets
+# lock_timeout for this wait, and restores the performer's in the same statement, which saves a round trip.
 # $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift, $8 milliseconds, $9 request
 RESTORED = ", set_config('lock_timeout', current_setting('oncemore.lock_timeout'), true)"
 CLAIM_HERE = f"""
@@ -98,15 +98,15 @@ FROM (SELECT clock_timestamp() + make_interval(secs => $7) AS now,
     set_config('lock_timeout', $8, true) AS wait OFFSET 0) AS here
 ON CONFLICT (scope, key) DO NOTHING
 RETURNING token, date_part('epoch', lease_until){RESTORED}"""
-RESTORE = f"SELECT 1{RESTORED}"  # if a record is in the way, and the transaction goes on nevertheless
+RESTORE = f"SELECT 1{RESTORED}"  # for a transaction that goes on although a record prevented the claim
 
-# Look up each item's record, expired or not; before its columns, the item's number, and whether the latest claim took over
-# a lapsed lease.
+# Find each item's record, expired or not.  The first two columns are the item's number, and whether the latest claim
+# took over a lapsed lease.
 FIND = f"""
 SELECT want.n, r.lapsed, {RECORD.replace("clock.now", "want.now")}
 FROM {many()} JOIN {{records}} r ON r.scope = want.scope AND r.key = want.key"""
 
-# Write a change of the owner's (renew, settle, release, hold) if its token still fits a running row.
+# Write an owner's change (renew, settle, release, hold) if the record is running and still has the owner's token.
 CHANGED = (
     "token bigint, state text, lease float8, retention float8, status int, response_hash text, note text, audit boolean"
 )
@@ -124,8 +124,8 @@ FROM {many(CHANGED)}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n, r.watched, date_part('epoch', r.lease_until)"""
 
-# The outcome of an operation that was claimed in this very transaction.  If there is no such row, division by zero aborts
-# the pipeline before COMMIT.  The row's xmin must be this transaction, or the performer has committed a part of it.
+# Write the end of an operation that was claimed in this same transaction.  If there is no such row, division by zero
+# aborts the pipeline before COMMIT.  If the row's xmin is another transaction, the performer has committed a part.
 STILL_HERE = """
     WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
         AND r.xmin = pg_current_xact_id()::xid
@@ -146,14 +146,14 @@ WITH moved AS (
     UPDATE {{records}} r SET state = 'released',
         expires_at = statement_timestamp() + make_interval(secs => $5) + make_interval(secs => $4){STILL_HERE}"""
 
-# One record, expired or not, with the clock.  $1 scope, $2 key, $3 shift
+# Find one record, expired or not, with the clock.  $1 scope, $2 key, $3 shift
 FIND_HERE = f"""
 WITH {CLOCK.format(shift="$3")}
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
-# Undo claims, because their callers are gone and nobody performs.  If a claim took over a lapsed lease, the effect of the attempt
-# before it is in doubt, and stays so: the lease ends now.  A first attempt has expired long ago, whatever the clock says
-# from now on, which is as if it had never been.  A later one is released, and remembered for a day.
+# Undo claims, because their callers are gone and nobody performs.  If a claim took over a lapsed lease, the outcome of
+# the attempt before it stays unknown: the lease ends now.  A first attempt gets 1970 as its expiry, so it is absent
+# even if the clock is set back.  A later one is released, and remembered for a day.
 UNCLAIM = f"""
 UPDATE {{records}} r SET
     state = CASE WHEN r.lapsed THEN 'running' ELSE 'released' END,
@@ -163,21 +163,21 @@ FROM {many("holder text")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.holder = want.holder AND r.state = 'running'
 RETURNING want.n, r.watched"""
 
-# Prolong the life of each settled record that has the item's token.
+# Extend the life of each settled record that has the item's token.
 TOUCH = f"""
 UPDATE {{records}} r SET accessed_at = want.now, expires_at = want.now + make_interval(secs => want.retention)
 FROM {many("token bigint, retention float8")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token
-    AND r.state = 'settled' AND (r.expires_at > want.now) IS TRUE -- written so that no plan uses the index on it
+    AND r.state = 'settled' AND (r.expires_at > want.now) IS TRUE -- IS TRUE: no plan may use the index on expires_at
 RETURNING want.n"""
 
-# Ask each running record's owner to send a message when it is done.
+# Ask each running record's owner to send a message when the record changes.
 WATCH = f"""
 UPDATE {{records}} r SET watched = true FROM {many("token bigint")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n"""
 
-# Move expired records that are audited to the archive, to make way for a claim.
+# Move expired audited records to the archive, so that they can be claimed.
 ARCHIVE = f"""
 WITH gone AS (
     DELETE FROM {{records}} r USING {many()}
@@ -195,8 +195,8 @@ WITH gone AS (
 )
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
-# Remove a batch of expired records.  $1: shift, $2: how many.
-# In a partitioned table, rows of several partitions may have the same ctid; so the partition must be the same, too.
+# Remove expired records, and archive the audited ones.  $1: shift, $2: the most to remove
+# In a partitioned table, rows of several partitions may have the same ctid, so the partition is compared as well.
 PURGE = f"""
 WITH {CLOCK.format(shift="$1")}, old AS MATERIALIZED (
     SELECT tableoid AS part, ctid AS place FROM {{records}} WHERE expires_at <= (SELECT now FROM clock)
@@ -210,7 +210,7 @@ WITH {CLOCK.format(shift="$1")}, old AS MATERIALIZED (
 )
 SELECT count(*) FROM gone"""
 
-# Decide an unknown outcome.  If the outcome is not unknown, the row comes back as it is.
+# Resolve an unknown outcome, and return the record.  If the outcome is not unknown, return the record unchanged.
 # $1 scope, $2 key, $3 shift, $4 state, $5 retention, $6 status, $7 outcome, $8 hash, $9 note, $10 holder
 RESOLVE = f"""
 WITH {CLOCK.format(shift="$3")}, r AS (
@@ -229,7 +229,8 @@ UNION ALL
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock
 WHERE r.scope = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM r AS done)"""
 
-# Remove a record, unless it is running: whether it was removed, its state, and whether it had expired or lapsed.
+# Delete a record unless it is running or expired.  Return whether it was deleted, its state, and whether it has expired
+# or lapsed.
 # $1 scope, $2 key, $3 shift
 DELETE = f"""
 WITH {CLOCK.format(shift="$3")}, gone AS (
@@ -242,7 +243,7 @@ UNION ALL
 SELECT false, r.state, COALESCE(r.expires_at, r.lease_until) <= clock.now FROM {{records}} r CROSS JOIN clock
 WHERE r.scope = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM gone)"""
 
-# How many records there are, in the order of the fields of Stats.  $1: shift
+# Count the records, in the order of the fields of Stats.  $1: shift
 STATS = f"""
 WITH {CLOCK.format(shift="$1")}
 SELECT count(*) FILTER (WHERE state = 'running'), count(*) FILTER (WHERE state = 'settled'),
@@ -251,51 +252,51 @@ SELECT count(*) FILTER (WHERE state = 'running'), count(*) FILTER (WHERE state =
     count(*) FILTER (WHERE expires_at <= now), (SELECT count(*) FROM {{archive}})
 FROM {{records}} CROSS JOIN clock"""
 
-# Tell the other processes which records have changed.  $1: the channel, $2: the message.
-# Transactions that send messages commit one after another, so waiting for their lock is normal.
+# Tell the other processes which records have changed.  $1: the channel, $2: the message
+# Transactions that send messages commit one after another, so waiting up to a second for their lock is normal.
 NOTIFY = "SELECT pg_notify($1, $2), set_config('lock_timeout', '1s', true)"
 
-# Behind a pooler: how long the next statement of the same pipeline waits for a locked row.  $1: milliseconds
+# Behind a pooler: set how long the next statement of the same pipeline waits for a locked row.  $1: milliseconds
 LOCK_WAIT = "SELECT set_config('lock_timeout', $1, true)"
 
-# Whether the database has any tables of ours, and the version of a feature's.  $1: the feature's name
+# Find out whether the database has oncemore's tables, and the version of a feature's tables.  $1: the feature's name
 KNOWN = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE c.relname = '{prefix}features' AND n.nspname = btrim('{schema}', '"'))"""
 VERSION = "SELECT version FROM {features} WHERE name = $1"
 
-# If this machine vanishes without a word, the server notices it within a minute, and ends the session with its locks.
+# With these settings, the server notices within a minute if this machine vanishes, and ends the session with its locks.
 # By default, TCP takes two hours.
 NETWORK = """('tcp_keepalives_idle', '30'), ('tcp_keepalives_interval', '10'), ('tcp_keepalives_count', '3'),
     ('tcp_user_timeout', '60000')"""
 
-# Set up the session of a connection that is ours alone.  No row comes back if a pooler is in between, because the settings
-# would then be other clients', too.  $1: the server process that we think we talk to, $2: milliseconds that a transaction may
-# be idle.  That is all for the transactions of performers, which wait as long as they like for locks and statements.
+# Set up the session of the ledger's own connection.  $1: the server process that the client knows, $2: milliseconds
+# that a transaction may be idle.  Behind a pooler the processes differ: then nothing is set and no row comes back,
+# because other clients would get the settings, too.  A performer's transactions get no other limits.
 CONFIGURE = f"""
 SELECT set_config(ours.name, ours.value, false) FROM (VALUES
     {NETWORK}, ('idle_in_transaction_session_timeout', $2){{more}}
 ) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
 
-# For the ledger's own statements.  $3: milliseconds to wait for a lock, $4: milliseconds for a statement
+# More settings for the ledger's own statements.  $3: milliseconds to wait for a lock, $4: milliseconds for a statement
 LIMITS = """, ('lock_timeout', $3), ('statement_timeout', $4),
-    -- if the server forgot a claim in a crash, the operation would be performed twice
+    -- if a crash lost a committed claim, the operation would be performed twice
     ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))"""
 
-# Statements for batches are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.  So
-# every way to read a whole table is forbidden; what remains is a look-up by key, by a bitmap.
+# Statements for batches are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.
+# So these settings rule out every plan that reads a whole table.  Only a bitmap look-up by key remains.
 LOOK_UP = """, ('plan_cache_mode', 'force_generic_plan'),
     ('enable_seqscan', 'off'), ('enable_indexscan', 'off'), ('enable_indexonlyscan', 'off')"""
 
 
 @lru_cache(maxsize=256)
 def prepared(text: str) -> Statement:
-    """A statement that is worth preparing, with a name that stands for this very text."""
+    """Return a statement that is worth preparing.  Its name is a hash of its text."""
     return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
 
 
 class Statements:
-    """All statements of one ledger, for its tables."""
+    """All statements of one ledger, with the names of its tables."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self.names = names
@@ -337,7 +338,7 @@ class Statements:
     def list(
         self, where: Filter, after: Sequence[str] | None, *, limit: int, shift: float
     ) -> tuple[Statement, list[Any]]:
-        """List the records that match *where*, in the order of their keys, behind the key *after*; and the parameters."""
+        """Return the statement that lists matching records by scope and key, beyond *after*, and its parameters."""
         values: list[Any] = [shift]
 
         def given(value: Any) -> str:
@@ -350,9 +351,9 @@ class Statements:
             if value is not None:
                 tests.append(f"r.{name} = {given(value)}")
         if where.state in ("running", "held") or where.lapsed:
-            tests.append("r.expires_at IS NULL")  # true of these alone, and indexed
+            tests.append("r.expires_at IS NULL")  # true only for these, and indexed
         if where.state == "released":
-            tests.append("r.state = 'released'")  # as the index of these has it: not as a parameter
+            tests.append("r.state = 'released'")  # the partial index needs the literal, not a parameter
         if where.lapsed is not None:
             tests.append(f"(r.state = 'running' AND r.lease_until <= clock.now) = {given(where.lapsed)}::boolean")
         if after is not None:

@@ -1,4 +1,4 @@
-"""The ledger's verbs on PostgreSQL."""
+"""The PostgreSQL store: the ledger's verbs, the operators' verbs, and the tables of features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "pool": 16,
     "idle_in_transaction": 300.0,
 }
-# A dead peer is noticed within a minute; by default, the system would take two hours.
+# With these settings a dead peer is noticed within a minute.  By default, it takes two hours.
 CONNECTION = {
     "fallback_application_name": "oncemore",
     "keepalives_idle": "30",
@@ -55,31 +55,31 @@ STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 UNNOTIFIED_POLL = 0.25  # seconds between two looks of a waiter, if no messages arrive
 MOST_REMEMBERED = 10_000  # records
-# Stable within a statement, unlike clock_timestamp(), so that a comparison with it can use an index.
+# Unlike clock_timestamp(), statement_timestamp() does not change within a statement, so a comparison can use an index.
 NOW = "(statement_timestamp() + make_interval(secs => $1))"
-# Not all waiting calls at once: while the server works on one batch, this process works on the answers of the last one.
+# The most calls in a batch.  While the server works on one batch, this process works on the previous one's answers.
 BATCH_LIMIT = 32
 
 
 def connect(url: str) -> Store:
-    """The ledger at *url*; nothing is opened before it is used."""
+    """Return the ledger at *url*.  Its connections are opened on first use."""
     return PostgresStore(url)
 
 
 def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
-    """The URL for libpq's *settings* and our *options*."""
-    said = {**{name: value for name, value in settings.items() if value is not None}, **options}
-    return f"postgresql:///?{urlencode(said, quote_via=quote)}"
+    """Return the URL for libpq's *settings* and the store's *options*, which override them."""
+    merged = {**{name: value for name, value in settings.items() if value is not None}, **options}
+    return f"postgresql:///?{urlencode(merged, quote_via=quote)}"
 
 
 def schema(url: str) -> str:
-    """The script that creates the tables, with comments for an administrator."""
+    """Return the script that creates the tables, with comments for an administrator."""
     _, options = take_options(url, OPTIONS)
     return tables.script(tables.names(options["schema"], options["prefix"]))
 
 
 class PostgresStore:
-    """Records in a table.  Concurrent claims are sent as one statement, and so are concurrent writes."""
+    """Keeps records in a table.  Concurrent claims are sent as one statement, and so are concurrent writes."""
 
     def __init__(self, url: str) -> None:
         place, options = take_options(url, OPTIONS)
@@ -100,15 +100,15 @@ class PostgresStore:
         self.holder = self.database.holder
         self._sql = self.database.sql
         self._poll: float = options["poll"]
-        # At most 63 bytes.  If two ledgers share a channel, they wake each other's waiters in vain at times.
+        # A channel's name has at most 63 bytes.  Ledgers that share a channel only wake each other's waiters in vain.
         channel = f"{options['schema']}.{options['prefix']}changes"[:63]
         self._listener = PostgresListener(conninfo, channel, self.wakeups, unavailable=not options["listen"])
         self._watched: dict[Id, int] = {}  # the tokens of records that send a message when they change
         self._batches = Batches(self.database, self.wakeups, self._listener)
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
-        # Calls for records that open transactions have locked.  They wait here, so that no other call waits with them.
-        self._locked: set[Id] = set()  # the records, until a call finds one free
+        # Calls for records that open transactions have locked.  Their own batcher keeps other calls from waiting.
+        self._locked: set[Id] = set()  # the ids of these records, until a call finds a record free
         self._locked_calls = Batcher(
             self._batches.run_locked,
             limit=BATCH_LIMIT,
@@ -117,11 +117,11 @@ class PostgresStore:
         )
         self.lender: TransactionSource = OwnSource(self.database, limit=options["pool"])
         self.tables = PostgresTables(self.database, self._batches)
-        weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
+        weakref.finalize(self, self._listener.close)  # ends the listener's thread if nobody closes the store
 
     @property
     def poll(self) -> float:
-        """The longest that a waiter relies on being woken; shorter if no messages arrive."""
+        """The seconds after which a waiter looks by itself; fewer if no messages arrive."""
         return min(self._poll, UNNOTIFIED_POLL) if self._listener.unavailable else self._poll
 
     @poll.setter
@@ -138,13 +138,13 @@ class PostgresStore:
         self.database.shift = seconds
 
     def ready(self) -> Plan[None]:
-        """Create the tables, unless they are known to be there."""
+        """Create the tables, unless they are known to exist."""
         return self.database.ready()
 
     # The owner's verbs, which run in batches
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        self._listener.listen()  # also for the guard's cache, which must hear of deletions
+        self._listener.listen()  # also because the guard's cache must learn of deletions
         claim = Claim(operation, self.holder.next(), min(lease, LONGEST_SPAN))
         item = Item(
             "claim",
@@ -160,7 +160,7 @@ class PostgresStore:
         return (yield from self._submit(self._claims, item))  # type: ignore[no-any-return]
 
     def _submit(self, batcher: Batcher[Item], item: Item) -> Plan[Any]:
-        """The item's answer.  Raises StoreTimeout if another transaction keeps its record locked for too long."""
+        """Return the item's answer.  Raises StoreTimeout if another transaction locks the record for too long."""
         answer = LOCKED if item.id in self._locked else (yield Submit(batcher, item))
         while answer is LOCKED:
             waited = SYSTEM.monotonic() - item.asked
@@ -219,14 +219,14 @@ class PostgresStore:
         yield from self._submit(self._writes, item)
 
     def watch(self, record: Record) -> Plan[None]:
-        """Ask the record's owner to send a message when it is done.  An owner in this process wakes waiters anyway."""
+        """Ask the record's owner to send a message at the next change.  Owners in this process wake waiters anyway."""
         if self._listener.unavailable or self._watched.get(record.id) == record.token or self._is_mine(record):
             return
         self._listener.listen()
         try:
             running = yield from self._submit(self._writes, Item("watch", record.id, token=record.token))
         except StoreError:
-            return  # then there is no message, and the waiter looks for itself after a while
+            return  # no message will come, so the waiter looks by itself after a while
         if not running:
             self.wakeups.notify(record.id)
             return
@@ -255,7 +255,7 @@ class PostgresStore:
     def resolve(
         self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
     ) -> Plan[Record]:
-        holder = self.holder.next()  # if the answer is lost, it tells our own resolution from another's
+        holder = self.holder.next()  # shows that the resolution is this one, if the answer is lost and it is sent again
         kept: Sequence[Any] = (None, None, "")
         if outcome is not None:
             kept = (outcome.status, encode_outcome(outcome), outcome.digest())
@@ -276,12 +276,12 @@ class PostgresStore:
             if record is not None and record.holder == holder:
                 yield from self._notify(record.id)
                 return record
-            judged = state_of(record)
-            if judged not in (HELD, "lapsed"):  # otherwise it has become resolvable just now
-                raise not_resolvable(judged)
+            found = state_of(record)
+            if found not in (HELD, "lapsed"):  # if it is one of these, it became so just now: try again
+                raise not_resolvable(found)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
-        # Look first: if the answer is lost, the statement is sent again, and finds nothing any more.
+        # Look first, because the statement is sent again if its answer is lost, and then finds nothing.
         known = (yield from self.find(scope, key)) is not None
         while True:
             rows = yield from self.database.admin_rows(
@@ -295,9 +295,9 @@ class PostgresStore:
             if removed:
                 yield from self._notify((scope, key))
                 return True
-            if state == RUNNING and not over:  # otherwise it has become deletable just now
+            if state == RUNNING and not over:  # a lapsed record became so just now: try again
                 raise not_deletable()
-            if over and state not in (RUNNING, HELD):  # expired: left to the purge, which may archive it
+            if over and state not in (RUNNING, HELD):  # expired: the purge deletes it, because it may archive it first
                 return False
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
@@ -313,13 +313,13 @@ class PostgresStore:
         yield from self._batches.notify([id])
 
     def close(self) -> None:
-        """Close the connections of this process's threads, and end the listener's thread; they come back when needed."""
+        """Close the connections of this process's threads, and end the listener's thread.  A later use reopens them."""
         self._listener.close()
         self.lender.close()
         self.database.close()
 
     async def aclose(self) -> None:
-        """Do the same, and close the connections of the running event loop."""
+        """Close as `close` does, and close the connections of the running event loop, after their batches."""
         for batcher in (self._claims, self._writes, self._locked_calls):
             await batcher.drain()
         await self.lender.aclose()
@@ -328,7 +328,7 @@ class PostgresStore:
 
 
 class PostgresTables:
-    """Tables beside the ledger's, in the same schema."""
+    """Features' tables beside the ledger's, in the same schema."""
 
     dialect: Dialect = "postgres"
 
@@ -343,7 +343,7 @@ class PostgresTables:
         return self.database.ready(feature)
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
-        """Make the tables on a connection of our own: nobody else can use a table that the user has not committed."""
+        """Create the tables on the store's connection, because nobody else can use a table before it is committed."""
         return self.ready(feature)
 
     def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
@@ -385,9 +385,9 @@ class PostgresTables:
 
 
 def libpq_conninfo(url: str) -> str:
-    """libpq's connection string for the URL, with our defaults."""
-    if STRAY_PERCENT.search(url):  # libpq's error would quote its surroundings, which may be the password
-        raise ConfigurationError(f"{hide_password(url)}: a % in it stands for itself; write it as %25")
+    """Return libpq's connection string for the URL, with the store's defaults."""
+    if STRAY_PERCENT.search(url):  # libpq's error would quote the text around it, which may be the password
+        raise ConfigurationError(f"{hide_password(url)}: a % in it begins no escape; write it as %25")
     try:
         return make_conninfo("", **{**CONNECTION, **conninfo_to_dict(url), "client_encoding": "UTF8"})
     except psycopg.Error as error:
@@ -395,7 +395,7 @@ def libpq_conninfo(url: str) -> str:
 
 
 def read_cursor(cursor: str) -> Sequence[str]:
-    """The scope and key of the last record of a page."""
+    """Return the scope and key of the last record of a page."""
     try:
         return msgspec.json.decode(cursor, type=tuple[str, str])
     except (msgspec.MsgspecError, ValueError) as error:

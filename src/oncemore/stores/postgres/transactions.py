@@ -1,7 +1,7 @@
 """Transactions on PostgreSQL: the ledger's verbs, over the adapter of any driver.
 
-The claim is an INSERT: another claim of the same operation waits for that row until this transaction ends, and then finds
-the outcome or takes its place.
+The claim is an INSERT.  Another claim of the same operation waits for that row until this transaction ends.  Then it
+finds the outcome or, after a rollback, inserts its own row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_reco
 from .session import NO_LOCK, SERIALIZATION_FAILURES, Database, translate_error
 from .statements import prepared
 
-DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
+DEEPEST = 10  # errors in a chain of causes to look at; a chain may be a circle
 LONGEST_WAIT = 2**31 - 1  # milliseconds: PostgreSQL's own limit, 24 days
-VIOLATION = "23"
+VIOLATION = "23"  # the class of violated constraints
 DIVISION_BY_ZERO, FAILED_BEFORE = "22012", "25P02"
 
 
 class PostgresSource:
-    """Opens transactions on *database*.  *make_adapter* makes the adapter for one of them."""
+    """Opens transactions on *database*.  *make_adapter* makes the adapter for each one."""
 
     def __init__(self, database: Database, make_adapter: Callable[[], TransactionAdapter]) -> None:
         self.database = database
@@ -49,10 +49,10 @@ class PostgresSource:
         return isinstance(error, Again) or sqlstate_of(error) in SERIALIZATION_FAILURES
 
     def close(self) -> None:
-        """The user's connections are not ours to close."""
+        """Do nothing, because the connections belong to the user."""
 
     async def aclose(self) -> None:
-        """The user's connections are not ours to close."""
+        """Do nothing, because the connections belong to the user."""
 
 
 class PostgresTransaction(Transaction):
@@ -70,12 +70,12 @@ class PostgresTransaction(Transaction):
         try:
             rows = yield from self._adapter.begin(self._claim_query(operation, lease, request))
         except Exception as error:
-            meant = translate(error)
-            if isinstance(meant, StoreUnavailable) and self._adapter.connection is not None:
-                raise Stale(f"the connection was stale: {error}") from error  # nothing was done: try another
-            if meant is error:
+            translated = translate(error)
+            if isinstance(translated, StoreUnavailable) and self._adapter.connection is not None:
+                raise Stale(f"the connection was stale: {error}") from error  # nothing was done: try another connection
+            if translated is error:
                 raise
-            raise meant from error
+            raise translated from error
         return new_lease(operation, rows) if rows else (yield from self._take_over(operation, lease, request))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
@@ -83,12 +83,12 @@ class PostgresTransaction(Transaction):
         if rows:
             return new_lease(operation, rows)
         found = yield from self._take_over(operation, lease, request)
-        if isinstance(found, Record):  # the performer may go on, under its own lock_timeout
+        if isinstance(found, Record):  # the performer may go on, so it gets its own lock_timeout back
             yield from self._execute((self._sql.restore, []))
         return found
 
     def _claim_query(self, operation: Operation, lease: float, request: bytes) -> Query:
-        milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # 0 would wait for ever
+        milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # PostgreSQL waits for ever at 0
         return self._sql.claim_here, [*self._claim_values(operation, lease), str(milliseconds), request or None]
 
     def _claim_values(self, operation: Operation, lease: float) -> list[Any]:
@@ -99,12 +99,12 @@ class PostgresTransaction(Transaction):
         return [*names, min(lease, LONGEST_SPAN), self._database.shift]
 
     def _take_over(self, operation: Operation, lease: float, request: bytes) -> Plan[Lease | Record]:
-        """The lease on a record that exists, if it has expired, was released, or its lease has lapsed; else the record."""
+        """Claim the existing record, and return the lease.  If the record prevents the claim, return the record."""
         while True:
             record = yield from self._find(*operation.id)
-            if record is None:  # gone since, or not visible to this transaction
-                raise Again("the record in the way has gone")
-            if is_expired(record):  # if it is audited, it must be archived first
+            if record is None:  # deleted meanwhile, or not visible to this transaction
+                raise Again("the record that prevented the claim is gone")
+            if is_expired(record):  # an audited record must be archived first
                 yield from self._execute((self._sql.archive_here, [*map(escape_text, record.id), self._database.shift]))
             elif not is_free(record) or record.fingerprint != operation.fingerprint:
                 return record
@@ -142,7 +142,7 @@ class PostgresTransaction(Transaction):
         return [*map(escape_text, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._database.shift]
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
-        return (yield from self._adapter.execute((prepared(text), values)))  # its errors are the user's own
+        return (yield from self._adapter.execute((prepared(text), values)))  # not translated: its errors are the user's
 
     def can_defer(self) -> bool:
         can_defer = getattr(self._adapter, "can_defer", None)
@@ -170,11 +170,11 @@ def new_lease(operation: Operation, rows: Rows) -> Lease:
 
 
 def sqlstate_of(error: BaseException | None) -> str:
-    """The server's code for an error of any driver, also if a library has wrapped it; empty if there is none."""
+    """Return the server's code for an error of any driver, even if a library has wrapped it, or "" if there is none."""
     for _ in range(DEEPEST):
         state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
         if state is None and error is not None and error.args and isinstance(error.args[0], dict):
-            state = error.args[0].get("C")  # pg8000 has the fields of the server's message
+            state = error.args[0].get("C")  # pg8000 raises the fields of the server's message
         if isinstance(state, str):
             return state
         error = getattr(error, "orig", None) or getattr(error, "__cause__", None)
@@ -182,14 +182,14 @@ def sqlstate_of(error: BaseException | None) -> str:
 
 
 def raise_translated(error: Exception, *, committing: bool = False) -> NoReturn:
-    meant = translate(error, committing=committing)
-    if meant is error:
+    translated = translate(error, committing=committing)
+    if translated is error:
         raise error
-    raise meant from error
+    raise translated from error
 
 
 def translate(error: Exception, *, committing: bool = False) -> Exception:
-    """The guard's error for an error of the driver."""
+    """Return the guard's error for an error of the driver, or *error* itself if the caller should get it."""
     state = sqlstate_of(error)
     if isinstance(error, OncemoreError | Again):
         return error
@@ -199,20 +199,20 @@ def translate(error: Exception, *, committing: bool = False) -> Exception:
         return InProgress("The first request with this key is still running; retry later", retry_after=1.0)
     if state == ALREADY_PREPARED:
         return ConfigurationError(
-            f"{error}: behind a pooler in transaction mode nothing can be prepared; say so to your pool or engine, by "
-            "prepare_threshold=None to psycopg, or statement_cache_size=0 to asyncpg"
+            f"{error}: behind a pooler in transaction mode nothing can be prepared; configure your pool or engine so: "
+            "pass prepare_threshold=None to psycopg, or statement_cache_size=0 to asyncpg"
         )
-    if state == DIVISION_BY_ZERO:  # the settle did not find the row as this transaction has left it
+    if state == DIVISION_BY_ZERO:  # see STILL_HERE: the row is not as this transaction left it
         return commit_forbidden()
     if state == FAILED_BEFORE:
         return TransactionEnded(
-            "A statement failed in the transaction that the guard lent, and the code went on; let the error out, or use a "
-            "savepoint: PostgreSQL commits nothing after a failure"
+            "A statement failed in the transaction that the guard lent, and the code went on: let the error propagate, "
+            "or use a savepoint, because PostgreSQL commits nothing after a failure"
         )
-    if committing and state.startswith(VIOLATION):  # a deferred constraint of the user's
+    if committing and state.startswith(VIOLATION):  # the user's deferred constraint failed
         return error
     if state and not state.startswith(("08", "57" if committing else "57P")):  # 57014 is a statement's own time limit
         return translate_error(error, state)
-    if committing:  # the next claim of the key sees whether it was committed
+    if committing:  # the next claim of the key finds out whether it was committed
         return Again(f"the answer to the commit was lost: {error}")
     return StoreUnavailable(f"PostgreSQL cannot be reached: {error}", retry_after=1.0)

@@ -1,17 +1,17 @@
-"""A ledger in a SQLite file: the embedded default, for one machine and any number of its processes.
+"""A ledger in a SQLite file, for any number of processes on one machine.
 
-    sqlite:///once.db           a file, relative to the working folder at that time
-    sqlite:////var/lib/once.db  a file by its whole path
+    sqlite:///once.db           a file, relative to the working folder when the store is made
+    sqlite:////var/lib/once.db  a file by its absolute path
     sqlite://                   in memory, for this store alone
 
-Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); concurrent calls are committed together.
+A call returns after its commit is on the disk (WAL, `synchronous=FULL`).  Concurrent calls are committed together.
 The file must be on a local disk.  Options, as `?name=value`:
 
-    create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
-    foreign_keys=false  with true, the foreign keys of your own tables are enforced in transactions: SQLite ignores them by itself
-    prefix=oncemore_    what the names of the tables begin with
+    create=true         create the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
+    foreign_keys=false  with true, transactions enforce the foreign keys of your own tables; SQLite's default is off
+    prefix=oncemore_    the beginning of the tables' names
     synchronous=full    with `normal`, a power failure can lose the last commits: an operation may then run again
-    thread=auto         event loops write by themselves while the disk is quick; with `always` a thread does it for them
+    thread=auto         event loops write by themselves while the disk is fast; with `always`, a thread writes for them
     timeout=5s          how long to wait for the file while other processes write it
 """
 
@@ -71,66 +71,69 @@ OPTIONS = {
     "thread": "auto",
     "timeout": 5.0,
 }
-OLDEST = (3, 33, 0)  # the first with UPDATE FROM
+OLDEST = (3, 33, 0)  # the first version with UPDATE FROM
 
-# A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
-# store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
+# A purge removes records in slices of about SLICE_SECONDS, because a claim that shares a slice's commit waits for it.
+# While the store is busy, slices take longer, so the next ones are smaller.
 SMALLEST_SLICE, LARGEST_SLICE = 50, 2000  # records
-SLICE_SECONDS, REST = 0.005, 0.5
+SLICE_SECONDS = 0.005
+REST = 0.5  # after a slice, the purge pauses for this multiple of the time that the slice took
 
 FILES = (Statement("PRAGMA database_list"), ())
 
 
 def connect(url: str) -> SqliteStore:
-    """The ledger in the file that *url* names; the file is opened, or made, on first use."""
+    """Return the ledger in the file that *url* names.  The file is opened, or created, on first use."""
     return SqliteStore(url)
 
 
 def url_of(path: str, options: Mapping[str, str]) -> str:
-    """The URL of the ledger in a library's database: the file that the library opens at *path*."""
+    """Return the URL of the ledger in the file that SQLAlchemy or Django opens at *path*."""
     if path in ("", MEMORY) or path.startswith("file:"):
         raise ConfigurationError(
-            f"{path or MEMORY!r} is a database that no other connection can open: the ledger needs a file, named by its path"
+            f"No other connection can open the database {path or MEMORY!r}: the ledger needs a file, named by its path"
         )
     return with_options(f"sqlite:///{quote(os.path.abspath(path))}", options)
 
 
 def schema(url: str) -> str:
-    """The script that makes the tables."""
+    """Return the script that creates the tables."""
     return script(read_url(url)[1]["prefix"])
 
 
 def read_url(url: str) -> tuple[str, dict[str, Any]]:
-    """The file's path and the options."""
+    """Return the file's path and the options."""
     place, _, query = url.partition("?")
     rest, options = take_options(f"sqlite://?{query}", OPTIONS)
     if not re.fullmatch(r"sqlite://(/[^#]+)?", place, re.ASCII | re.DOTALL):
         raise ConfigurationError(
-            f"{url!r} names no file: write sqlite:/// and a path; a whole path begins with a fourth /"
+            f"{url!r} names no file: write sqlite:/// and a path; an absolute path begins with a fourth /"
         )
     if unknown := urlsplit(rest).query:
         raise ConfigurationError(f"{unknown!r} in {url!r} is unknown: the options are {', '.join(OPTIONS)}")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options["prefix"], re.ASCII):
-        raise ConfigurationError(f"prefix={options['prefix']}: write letters, digits and underscores")
+        raise ConfigurationError(
+            f"prefix={options['prefix']}: write letters, digits and underscores, not a digit first"
+        )
     if options["synchronous"] not in ("full", "normal"):
         raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
     if options["thread"] not in ("auto", "always"):
         raise ConfigurationError(f"thread={options['thread']}: write auto or always")
     if sqlite3.sqlite_version_info < OLDEST:
-        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: use a Python with SQLite 3.33 or newer")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
 
 
-def empty_log(connection: sqlite3.Connection) -> None:
-    """Move the log into the file, as a commit does that finds the log long.  Writers do not wait for this."""
+def checkpoint_log(connection: sqlite3.Connection) -> None:
+    """Move the write-ahead log into the file, so that no commit has to do it.  Writers do not wait for this."""
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 class SqliteStore:
-    """Records in a file.  All writes of a process go in batches through one connection; long reads have another."""
+    """Keeps records in a file.  Batches of writes share one connection; long reads and transactions have others."""
 
-    poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
+    poll = 0.25  # other processes send no notifications; a look writes nothing, so it costs no sync
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -141,14 +144,14 @@ class SqliteStore:
         self.timeout: float = options["timeout"]
         self.sql = SqliteStatements(options["prefix"])
         pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
-        if options["foreign_keys"]:  # else as SQLite was built: off, mostly
+        if options["foreign_keys"]:  # if false, SQLite's own default stays: off in most builds
             pragmas["foreign_keys"] = True
         maker = TableMaker(self.path, options["prefix"], create=options["create"])
         prepare = partial(make_ready, tables=maker, pragmas=pragmas)
         open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
         self._writer = open_file(threaded=options["thread"] == "always")
         self._reader = self._writer if self.path == MEMORY else open_file()
-        # One batcher for all, so that claims and outcomes share a commit.
+        # One batcher for all writes, so that claims and outcomes share a commit.
         self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self.lender: TransactionSource = self._own
@@ -157,7 +160,7 @@ class SqliteStore:
         self._ready = False
 
     def ready(self) -> Plan[None]:
-        """Make the tables, if there are none."""
+        """Create the tables if they are missing."""
         if not self._ready:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
@@ -185,7 +188,7 @@ class SqliteStore:
         return found
 
     def unclaim(self, claims: Sequence[Claim | Item]) -> Plan[None]:
-        """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
+        """Undo claims.  Runs on the writer's thread, so after a batch that may still be claiming them."""
         items: list[Item] = [
             ChangeItem(claim.operation.id, partial(SqliteBatch.unclaim, id=claim.operation.id, holder=claim.holder))
             for claim in claims
@@ -215,7 +218,7 @@ class SqliteStore:
         yield from self._change(record.id, lambda batch: batch.touch(record, retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Nothing to ask for: waiters look at the records of other processes themselves."""
+        """Do nothing, because waiters look at the records of other processes by themselves."""
         return
         yield
 
@@ -254,12 +257,12 @@ class SqliteStore:
             start = time.monotonic()
             gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
             took = time.monotonic() - start
-            # At most halved or doubled, because a single slice may have waited for another process.
+            # The size is at most halved or doubled, because a single slice may have waited for another process.
             size = int(size * min(2.0, max(0.5, SLICE_SECONDS / max(took, 1e-6))))
             size = min(LARGEST_SLICE, max(SMALLEST_SLICE, size))
             total += gone
             if gone:
-                yield Use(self._reader, empty_log)
+                yield Use(self._reader, checkpoint_log)
             if gone < most:
                 break
             yield Sleep(REST * took)
@@ -275,14 +278,14 @@ class SqliteStore:
         return Stats(**counts)
 
     def close(self) -> None:
-        """End this process's connections and threads; a later use opens them again."""
+        """Close this process's connections and end its threads.  A later use opens them again."""
         self.lender.close()
         self._own.close()
         self._writer.close()
         self._reader.close()
 
     async def aclose(self) -> None:
-        """As `close`, once no batch is under way on this event loop."""
+        """Wait until no batch is under way on this event loop, and close as `close` does."""
         await self._batcher.drain()
         await self.lender.aclose()
         await self._own.aclose()
@@ -314,9 +317,10 @@ class SqliteTables:
             self._ready.add(feature.name)
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
-        """Make the tables in the user's transaction: it may have locked the file, and then nobody else can make them.
+        """Create the tables in the user's transaction, because it may hold the file's write lock.
 
-        If the transaction is rolled back, they are gone again; so a table that was made like this is not relied on later.
+        If the transaction is rolled back, the tables are gone.  So `_made_in_transactions` remembers the feature, and
+        each later transaction looks again.
         """
         if feature.name in self._ready:
             return
@@ -358,27 +362,27 @@ class SqliteTables:
         return adapter
 
     def _check_file(self, place: Any, adapter: Executes) -> Plan[None]:
-        """Refuse a connection to another file: the row would be there, and nobody would look for it."""
+        """Refuse a connection to another file, because the ledger's relays would never find the row there."""
         rows = yield from adapter.execute(FILES)
         path = next((row[2] for row in rows if row[1] == "main"), "")
         if self.store.path == MEMORY or os.path.realpath(path) != os.path.realpath(self.store.path):
             raise ConfigurationError(
-                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: rows can "
-                "commit together only in one file"
+                f"This {type(place).__name__} is on {path or MEMORY!r}, but the guard's file is {self.store.path!r}: "
+                "rows commit together only in one file, so use the guard's"
             )
 
     pooled = False
 
     async def aclose(self) -> None:
-        """Nothing: the store's connections belong to threads."""
+        """Do nothing, because no connection of the store belongs to an event loop."""
 
     def notify(self, id: Id) -> Plan[None]:
-        """Nothing to send: other processes look for themselves."""
+        """Do nothing, because other processes look by themselves."""
         return
         yield
 
     def listen(self) -> None:
-        """Nothing to hear."""
+        """Do nothing, because no messages come."""
 
 
 def run_together(connection: sqlite3.Connection, *, queries: Sequence[Query], begin: str) -> list[Rows]:

@@ -1,4 +1,4 @@
-"""One write transaction that carries out the items of many callers; each gets its own result."""
+"""One write transaction that carries out the items of many callers.  Each caller gets its own result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...errors import InvalidKey, OncemoreError
 from .statements import HASH, NOTE, OUTCOME, REQUEST, Row, SqliteStatements
 from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
-# Columns that a record loses when it is claimed again.  Its request is not among them.
+# The columns that a new claim of a record resets, with their values.  The request is not reset.
 BLANK: dict[str, Any] = {
     "settled_at": None,
     "expires_at": None,
@@ -33,17 +33,16 @@ BLANK: dict[str, Any] = {
 }
 
 
-# After a look that found no expired record, seconds until the next one.
-SWEEP_PAUSE = 0.1
-MOST_SWEPT = 64  # records in one commit, so that its callers do not wait long; twice as many if they are overdue
-OVERDUE = 3600.0  # seconds; if the oldest record expired longer ago, a sweep removes twice as many
+SWEEP_PAUSE = 0.1  # seconds until the next look, after one that found no expired record
+MOST_SWEPT = 64  # records in one commit, so that its callers do not wait long
+OVERDUE = 3600.0  # seconds; if the oldest record expired longer ago, a sweep removes twice as many records
 
 NO_RECORD: Id = ("", "")  # the id of an item that concerns no record in particular
 
 
 @dataclass(slots=True, eq=False)
 class ClaimItem:
-    """Claim *operation*, under the name *holder*, for *lease* seconds.  *result* is the lease or the record in its way."""
+    """Claims *operation* for *lease* seconds.  *result* is the lease, or the record that prevents the claim."""
 
     can_undo = True
     notifies = False  # nobody waits for a record to become running
@@ -57,7 +56,7 @@ class ClaimItem:
 
 
 class SettleItem:
-    """Store the outcome of *held*; *row* has the values that are written."""
+    """Stores the outcome of *held*.  *row* has the values that are written."""
 
     __slots__ = ("held", "id", "result", "row")
     can_undo = False
@@ -71,7 +70,7 @@ class SettleItem:
 
 
 class ChangeItem:
-    """Any other write, to one record or none: *apply* is called in the transaction.  *notifies* wakes the record's waiters."""
+    """Any other write.  *apply* is called in the transaction.  *notifies* says whether to wake the record's waiters."""
 
     __slots__ = ("apply", "id", "notifies", "result")
     can_undo = False
@@ -83,31 +82,31 @@ class ChangeItem:
         self.result: Any = None
 
 
-# One caller's part of a batch.  Its result is what the caller gets; an exception is raised there.
+# One caller's part of a batch.  The caller gets its result; if that is an exception, the caller raises it.
 Item = ClaimItem | SettleItem | ChangeItem
 
 
 def claim_values(claim: ClaimItem) -> Row:
-    """The values that insert a record for *claim*, after its token."""
+    """Return the values that insert a record for *claim*, without the token, which comes first."""
     names = (*claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder)
     return (*names, claim.lease, claim.request or None)
 
 
 def settle_row(held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> Row:
-    """The values that settle the record of *held*."""
+    """Return the values that settle the record of *held*."""
     operation, data, digest = held.operation, encode_outcome(outcome), hashlib.sha256(outcome.body).hexdigest()
     key = (held.token, operation.scope, operation.key)
     return (*key, retention, outcome.status, data, digest, note, int(audit))
 
 
 class Sweep:
-    """Removes expired records as fast as new ones come: each group of claims removes as many, in its own commit.
+    """Removes expired records as fast as claims come: a batch removes one for each claim, in the same commit.
 
-    A call that is alone removes none, because it would wait for it; the next group does it.
+    A batch of one item removes none, because its caller would have to wait.  The next larger batch does it instead.
     """
 
     def __init__(self) -> None:
-        self._due = 0  # claims for which no record was removed yet
+        self._due = 0  # the number of claims for which no record was removed yet
         self._next_look = 0.0  # on the monotonic clock
 
     def run(self, batch: SqliteBatch, items: list[Item]) -> None:
@@ -139,7 +138,7 @@ def run_batch(
             sweep.run(batch, items)
         connection.execute("COMMIT")
     except BaseException as error:
-        # Replays need no lock, so that they are answered while another process writes.
+        # Replays need no lock, so they are answered even while another process writes.
         if is_busy(error) and not connection.in_transaction and batch.find_obstacles(items):
             return [item.result for item in items]
         raise
@@ -147,13 +146,13 @@ def run_batch(
 
 
 def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, id: Id) -> Record | None:
-    """The record, unless it has expired."""
+    """Return the record, or None if it has expired or does not exist."""
     record = SqliteBatch(connection, sql, shift).find(id)
     return record if record is not None and state_of(record) != "absent" else None
 
 
 def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
-    """The items in groups, in order, such that no group has two for the same record."""
+    """Split the items into groups, in order, so that no group has two items for the same record."""
     if len(items) == 1 or len({item.id for item in items}) == len(items):
         return (items,)
     groups: list[list[Item]] = []
@@ -169,7 +168,8 @@ def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
 class SqliteBatch:
     """The ledger's verbs in one transaction of *connection*.
 
-    Precondition: the transaction holds the write lock (BEGIN IMMEDIATE), so records read here stay true until COMMIT.
+    Precondition: the transaction holds the write lock (BEGIN IMMEDIATE), so a record that it reads cannot change until
+    COMMIT.  `run_single`, `find` and `find_obstacles` also work without a transaction.
     """
 
     def __init__(self, connection: sqlite3.Connection, sql: SqliteStatements, shift: float) -> None:
@@ -180,7 +180,7 @@ class SqliteBatch:
     # Many items
 
     def run(self, items: list[Item]) -> None:
-        """Carry out the items together; if the values of one are bad, one by one."""
+        """Carry out the items together.  If one has bad values, carry them out one by one."""
         try:
             for group in split_duplicates(items):
                 self.run_distinct(group)
@@ -192,7 +192,7 @@ class SqliteBatch:
             self.run_one_by_one(items)
 
     def run_distinct(self, items: list[Item]) -> None:
-        """Carry out items of which no two are for the same record."""
+        """Carry out items that are all for different records."""
         if claims := [item for item in items if isinstance(item, ClaimItem)]:
             self.claim(claims)
         if settles := [item for item in items if isinstance(item, SettleItem)]:
@@ -203,7 +203,7 @@ class SqliteBatch:
                     item.result = self.apply(item)
 
     def run_single(self, item: Item) -> bool:
-        """Carry out the item by one statement, which is a transaction of its own; False if that is not possible."""
+        """Carry out the item by a single statement, which commits by itself.  Return False if that is not possible."""
         try:
             if isinstance(item, ClaimItem):
                 written = self.execute(self.sql.claim_one, (self.shift, *claim_values(item)))
@@ -219,7 +219,7 @@ class SqliteBatch:
         return False
 
     def run_one_by_one(self, items: list[Item]) -> None:
-        """Carry out the items, each in a savepoint; an item with bad values gets an error, and harms no other."""
+        """Carry out the items, each in a savepoint, so that an item with bad values fails alone."""
         for item in items:
             self.execute("SAVEPOINT item")
             try:
@@ -232,7 +232,7 @@ class SqliteBatch:
             self.execute("RELEASE item")
 
     def find_obstacles(self, items: list[Item]) -> bool:
-        """Whether all items are claims that an existing record prevents; these records are then the results."""
+        """Whether all items are claims that existing records prevent.  If so, each item's result is that record."""
         claims = [item for item in items if isinstance(item, ClaimItem)]
         existing = self.find_all({item.id for item in claims}) if len(claims) == len(items) else {}
         for claim in claims:
@@ -250,14 +250,14 @@ class SqliteBatch:
     def claim(self, claims: list[ClaimItem]) -> None:
         """Give each claim its lease, or the record that prevents it.
 
-        Guarantee: each token is greater than any that this operation has had before.
+        Guarantee: each token is greater than all earlier tokens of the operation.
         """
         first_token, now = self.next_token()
         inserted = self.insert_running(claims, first_token, now)
         existing = self.find_all([claim.id for claim in claims]) if inserted < len(claims) else {}
         for token, claim in enumerate(claims, start=first_token):
             record = existing.get(claim.id)
-            if record is None or record.token == token:  # our own row, inserted just now
+            if record is None or record.token == token:  # this claim's own row, inserted just now
                 claim.result = Lease(claim.operation, token, now + claim.lease)
             elif claimable(claim.operation, record):  # expired, released, or its lease has lapsed
                 claim.result = self.take_over(record, claim, token)
@@ -272,13 +272,13 @@ class SqliteBatch:
     def take_over(self, record: Record, claim: ClaimItem, token: int) -> Lease:
         """Give an existing record to *claim*."""
         columns, lease = taken_over(record, claim, token)
-        if lease.attempt == 1:  # it has expired
+        if lease.attempt == 1:  # the record had expired
             self.execute(self.sql.archive, (record.token,))
         self.change(record, columns)
         return lease
 
     def settle(self, settles: list[SettleItem]) -> None:
-        """Write the outcomes.  An owner that has lost its lease gets Fenced, unless it has settled before."""
+        """Write the outcomes.  An owner that has lost its lease gets Fenced, unless it settled the record before."""
         written = self.execute(*self.sql.settle.bind(self.shift, [item.row for item in settles])).rowcount
         existing = self.find_all([item.id for item in settles]) if written < len(settles) else None
         for item in settles:
@@ -290,10 +290,10 @@ class SqliteBatch:
 
     # One record
 
-    def own(self, held: Lease, verb: Verb, changes: Callable[[float], dict[str, Any]]) -> Record:
-        """Carry out its owner's *verb* on a record, and return the record as it was before.
+    def apply_verb(self, held: Lease, verb: Verb, changes: Callable[[float], dict[str, Any]]) -> Record:
+        """Apply the owner's *verb* to its record, and return the record as it was before.
 
-        Raises Fenced if the lease is lost.  A verb that was carried out before changes nothing.
+        Raises Fenced if the lease is lost.  A verb that was applied before changes nothing.
         """
         record = self.find(held.operation.id)
         state = state_of(record)
@@ -305,17 +305,17 @@ class SqliteBatch:
         return record
 
     def renew(self, held: Lease, lease: float) -> float:
-        """When the lease now ends."""
-        return self.own(held, "renew", lambda now: {"lease_until": now + lease}).now + lease
+        """Renew the lease, and return the time at which it now ends."""
+        return self.apply_verb(held, "renew", lambda now: {"lease_until": now + lease}).now + lease
 
     def release(self, held: Lease, retention: float) -> None:
-        self.own(held, "release", lambda now: released(now, retention))
+        self.apply_verb(held, "release", lambda now: released(now, retention))
 
     def hold(self, held: Lease, note: str) -> None:
-        self.own(held, "hold", lambda _: {"state": HELD, "note": note})
+        self.apply_verb(held, "hold", lambda _: {"state": HELD, "note": note})
 
     def unclaim(self, id: Id, holder: str) -> None:
-        """Undo the claim that *holder* names, if the record is still running under it."""
+        """Undo the claim with the name *holder*, if the record is still running under that name."""
         for statement in self.sql.unclaim:
             self.execute(statement, (self.shift, *id, holder))
 
@@ -323,7 +323,7 @@ class SqliteBatch:
         self.execute(self.sql.touch, (self.shift, retention, record.token, *record.id))
 
     def resolve(self, id: Id, outcome: Outcome | None, retention: float, note: str) -> Record | None:
-        """The record as it was decided; its token grows, so that a holder that comes back after all is fenced."""
+        """Resolve an unknown outcome, and return the changed record.  Its token grows, so a late owner is fenced."""
         record = self.find(id)
         state = state_of(record)
         if record is None or follows(state, "resolve" if outcome is None else "settle_as") is None:
@@ -334,7 +334,7 @@ class SqliteBatch:
         return self.find(id)
 
     def delete(self, id: Id) -> bool:
-        """Whether there was a record; now there is none.  An expired one is left to the purge, which may archive it."""
+        """Delete the record, and return whether there was one.  The purge removes expired ones, because it archives."""
         record = self.find(id)
         state = state_of(record)
         if state == RUNNING:
@@ -345,13 +345,13 @@ class SqliteBatch:
         return True
 
     def purge(self, most: int) -> int:
-        """How many expired records were removed."""
+        """Remove up to *most* expired records, and return their number."""
         _, now = self.next_token()
         self.execute(self.sql.archive_expired, (now, most))
         return self.execute(self.sql.delete_expired, (now, most)).rowcount
 
     def sweep(self, most: int) -> int:
-        """How many of the oldest expired records were removed: up to *most*, or twice as many if they are long overdue."""
+        """Remove the oldest expired records, up to *most* or twice as many if one is overdue.  Return their number."""
         row = self.execute(self.sql.oldest_expired, (self.shift,)).fetchone()
         if row is None:
             return 0
@@ -361,7 +361,7 @@ class SqliteBatch:
         return self.execute(self.sql.delete_expired, parameters).rowcount
 
     def find_all(self, ids: Iterable[Id]) -> dict[Id, Record]:
-        """The records of those ids that have one."""
+        """Return the records of *ids*; an id without a record is left out."""
         rows = self.execute(*self.sql.look.bind(self.shift, list(ids)))
         return {row[:2]: as_record(row) for row in rows}
 
@@ -370,7 +370,7 @@ class SqliteBatch:
         return None if row is None else as_record(row)
 
     def next_token(self) -> tuple[int, float]:
-        """The first token that was never given, and the store's clock."""
+        """Return the first token that was never given, and the store's clock."""
         [(token, now)] = self.execute(self.sql.next_token, (self.shift,))
         return token, now
 
@@ -379,7 +379,7 @@ class SqliteBatch:
 
 
 def as_record(row: Row) -> Record:
-    """The record in *row*.  An outcome that cannot be read counts as not kept."""
+    """Return the record in *row*.  An outcome that cannot be decoded becomes a tombstone."""
     outcome, note = row[OUTCOME], row[NOTE]
     if outcome is not None:
         try:
@@ -391,13 +391,13 @@ def as_record(row: Row) -> Record:
 
 
 def claimable(operation: Operation, record: Record) -> bool:
-    """Whether the record may be claimed: it is as good as none, or it is free and of the same request."""
+    """Whether the record may be claimed: it has expired, or it is free and has the same fingerprint."""
     state = state_of(record)
     return follows(state, "claim") is not None and (state == "absent" or record.fingerprint == operation.fingerprint)
 
 
 def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, Any], Lease]:
-    """The columns that give an existing record to *claim*, and its lease.  An expired record begins with attempt 1 again."""
+    """Return the columns that give the record to *claim*, and the lease.  An expired record restarts at attempt 1."""
     operation, state = claim.operation, state_of(record)
     attempts, created_at = (1, record.now) if state == "absent" else (record.attempts + 1, record.created_at)
     until = record.now + claim.lease
@@ -410,23 +410,23 @@ def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, 
 
 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:
-    """The error of an item that has values which SQLite cannot take."""
+    """Return the error for an item whose values SQLite cannot store."""
     if isinstance(item, ClaimItem) and isinstance(error, UnicodeError):
         return invalid_names()
     return as_store_error(error, "SQLite")
 
 
 def invalid_names() -> InvalidKey:
-    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
+    return InvalidKey("The operation's names cannot be stored: they contain lone surrogates; send valid Unicode text")
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
-    """The changes that make a record settled."""
+    """Return the changes that make a record settled."""
     times = {"settled_at": now, "accessed_at": now, "expires_at": now + retention}
     columns = {"status": outcome.status, "outcome": encode_outcome(outcome), "response_hash": outcome.digest()}
     return {"state": SETTLED, **times, **columns, "request": None}
 
 
 def released(now: float, retention: float) -> dict[str, Any]:
-    """The changes that make a record released."""
+    """Return the changes that make a record released."""
     return {"state": RELEASED, "expires_at": now + retention}

@@ -1,7 +1,7 @@
 """Transactions in a SQLite file: the ledger's verbs, the order of writers, and the adapter for sqlite3 and aiosqlite.
 
-SQLite has one writer at a time, so a transaction takes the write lock with its first statement (BEGIN IMMEDIATE), and no
-other claim can come in between.  A savepoint tells at the end whether it is still the same transaction.
+SQLite has one writer at a time.  A transaction takes the write lock with its first statement (BEGIN IMMEDIATE), so no
+other claim can intervene.  The savepoint MARK shows at the end whether it is still the same transaction.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from .writer import LONGEST_PAUSE, MEMORY, SHORTEST_PAUSE, UNWRITTEN, Writer, as
 T = TypeVar("T")
 
 PARAMETER = re.compile(r"\$(\d+)")
-DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
+DEEPEST = 10  # errors in a chain of causes to look at; a chain may be a circle
 
 MARK = "oncemore_mark"
 BEGIN, COMMIT = (Statement("BEGIN IMMEDIATE"), ()), (Statement("COMMIT"), ())
 SET_MARK, CHECK_MARK = (Statement(f"SAVEPOINT {MARK}"), ()), (Statement(f"RELEASE {MARK}"), ())
 
-# The rows that the statement before has written, and the last token that was inserted (the table's rowid).
+# The number of rows that the previous statement wrote, and the last token that was inserted (the table's rowid).
 INSERTED = (Statement("SELECT changes(), last_insert_rowid()"), ())
-# Fails with "integer overflow" unless the statement before has written one row, which keeps the COMMIT behind it from being
-# run.  SQLite has no division by zero: it is NULL.
+# Fails with "integer overflow" unless the previous statement wrote one row.  The COMMIT after it is then not run.
+# A division by zero would not fail: in SQLite it is NULL.
 CHECK = (Statement("SELECT abs(-9223372036854775807 - (1 - changes()))"), ())
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
 class LedgerFile(Protocol):
-    """The store, as far as its transactions need it."""
+    """The parts of a store that its transactions need."""
 
     path: str
     timeout: float
@@ -68,7 +68,7 @@ class LedgerFile(Protocol):
 
 
 class SqliteTransaction(Transaction):
-    """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
+    """The ledger's verbs in one transaction.  *writer* is the queue in which it waits for its turn to write."""
 
     def __init__(self, store: LedgerFile, writer: Writer, adapter: TransactionAdapter) -> None:
         super().__init__(adapter)
@@ -76,7 +76,7 @@ class SqliteTransaction(Transaction):
         self._sql = store.sql
         self._writer = writer
         self._writes: list[Query] = []
-        self._open = False  # until it has its turn
+        self._open = False  # True from its turn to its end
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         claim = ClaimItem(operation.id, operation, lease, self._store.holder.next(), request)
@@ -101,7 +101,10 @@ class SqliteTransaction(Transaction):
                 if not is_busy(cause):
                     raise as_store_error(cause, self._store.path) from error
                 if time.monotonic() > ends:
-                    raise StoreTimeout(f"{self._store.path}: locked by another for {limit:g} s") from error
+                    raise StoreTimeout(
+                        f"{self._store.path}: locked by another connection for {limit:g} s; retry, or raise timeout= "
+                        "in the store's URL"
+                    ) from error
             yield Sleep(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
@@ -113,14 +116,14 @@ class SqliteTransaction(Transaction):
         return (yield from self._claimed(claim, rows))
 
     def _insert_query(self, claim: ClaimItem) -> Query:
-        """Insert a record, unless there is one."""
+        """Return the query that inserts a record unless there is one."""
         return Statement(self._sql.claim_one), (self._store.shift, *claim_values(claim))
 
     def _find_query(self, id: Id) -> Query:
         return Statement(self._sql.look.single), (self._store.shift, *id)
 
     def _claimed(self, claim: ClaimItem, rows: Rows) -> Plan[Lease | Record]:
-        """The lease on the record that was inserted just now, or on one that may be taken over.  Otherwise the record."""
+        """Return the lease if a record was inserted or can be taken over, else the record that prevents the claim."""
         [(inserted, token)] = rows
         if inserted:
             return Lease(claim.operation, token, SYSTEM.time() + self._store.shift + claim.lease)
@@ -132,7 +135,7 @@ class SqliteTransaction(Transaction):
         columns, lease = taken_over(record, claim, token)
         archive: Query = (Statement(self._sql.archive), (record.token,))
         change: Query = (Statement(self._sql.change(columns)), (*columns.values(), record.token))
-        queries = [archive, change] if lease.attempt == 1 else [change]  # 1: the record has expired
+        queries = [archive, change] if lease.attempt == 1 else [change]  # attempt 1: the record had expired
         yield from self._adapter.execute(*queries)
         return lease
 
@@ -163,9 +166,9 @@ class SqliteTransaction(Transaction):
             yield from self._adapter.commit(CHECK_MARK, *self._writes, *queries)
         except Exception as error:
             cause = sqlite_error(error)
-            if cause is None or isinstance(cause, sqlite3.IntegrityError):  # a deferred constraint of the user's
+            if cause is None or isinstance(cause, sqlite3.IntegrityError):  # the user's deferred constraint failed
                 raise
-            if is_over(cause):
+            if was_ended(cause):
                 raise commit_forbidden() from error
             yield from self._adapter.rollback()
             if code(cause) in UNWRITTEN:
@@ -176,7 +179,7 @@ class SqliteTransaction(Transaction):
             callback()
 
     def _overwrite(self) -> Plan[None]:
-        """Write over what a failed commit has left in the log, as `disown` does."""
+        """Write over the transaction that a failed commit may have left in the log: see `overwrite_log`."""
         try:
             yield from self._adapter.begin((Statement(self._sql.overwrite), ()))
             yield from self._adapter.commit()
@@ -189,14 +192,14 @@ class SqliteTransaction(Transaction):
         writer, caller = self._writer, current_caller()
         if writer.owner is not None and writer.owner == caller:
             raise ConfigurationError(
-                "SQLite has one writer at a time: an operation with effect = 'transaction' cannot run inside another one; "
-                "do its work on op.connection"
+                "SQLite has one writer at a time, so an operation with effect = 'transaction' cannot run inside "
+                "another one: do its work on the outer operation's op.connection"
             )
         duplicate = writer.operation == id
         limit = wait if duplicate else max(wait, self._store.timeout)
         try:
             yield writer.turn(limit, self._got_turn)
-        except BaseException:  # a caller that is cancelled may have got the turn all the same
+        except BaseException:  # a cancelled caller may have got the turn nevertheless
             self._end()
             raise
         if self._open:
@@ -204,7 +207,10 @@ class SqliteTransaction(Transaction):
         elif duplicate:
             raise InProgress("The first request with this key is still running; retry later", retry_after=1.0)
         else:
-            raise StoreTimeout(f"{self._store.path}: this process has been writing it for {limit:g} s")
+            raise StoreTimeout(
+                f"{self._store.path}: another operation of this process has been writing it for {limit:g} s; retry, or "
+                "raise timeout= in the store's URL"
+            )
 
     def _got_turn(self) -> None:
         self._open = True
@@ -216,15 +222,15 @@ class SqliteTransaction(Transaction):
 
 
 def current_caller() -> object:
-    """The running task, or else the thread."""
-    loop = asyncio._get_running_loop()  # None if there is none, rather than an error
+    """Return the running task, or the thread's id if there is no task."""
+    loop = asyncio._get_running_loop()  # returns None, instead of raising, if no loop runs
     return (asyncio.current_task(loop) if loop is not None else None) or threading.get_ident()
 
 
 class SqliteSource:
-    """Opens transactions on *store*'s file.  *make_adapter* makes the adapter for one, given its writer.
+    """Opens transactions on *store*'s file.  *make_adapter* makes a transaction's adapter from its writer.
 
-    *awaited* says that the adapter is for event loops alone.
+    *awaited* says that the adapter works only on event loops.
     """
 
     def __init__(
@@ -243,22 +249,25 @@ class SqliteSource:
 
     def open(self) -> Plan[Transaction]:
         if self.store.path == MEMORY:
-            raise ConfigurationError("A ledger in memory lends no connection: effect = 'transaction' needs a file")
+            raise ConfigurationError(
+                "A ledger in memory lends no connection, and effect = 'transaction' needs one: use a file, as in "
+                "sqlite:///once.db"
+            )
         writer: Writer = yield Do(None if self._awaited else lambda: self._threads, self._on_loop)
         yield from self.store.ready()
         return SqliteTransaction(self.store, writer, self._make_adapter(writer))
 
     def check_driver(self) -> None:
-        """Raise MissingDriver if an event loop could not be lent a connection."""
+        """Raise MissingDriver if aiosqlite, which transactions on an event loop need, is missing or too old."""
         check_aiosqlite()
 
     async def _on_loop(self) -> Writer:
         return self._loops.get()
 
     def again(self, error: BaseException) -> bool:
-        """Whether the same transaction may work next time, because another process had the lock that it wanted.
+        """Whether the same transaction may work next time, because another connection had the lock.
 
-        A caller that has waited for the lock as long as it may does not wait once more.
+        False after StoreTimeout: the caller has waited for the lock for its full time.
         """
         if isinstance(error, Again | StoreTimeout):
             return isinstance(error, Again)
@@ -277,7 +286,7 @@ class SqliteSource:
 
 
 class SqliteAdapter:
-    """One transaction on the ledger's own connection to its file: sqlite3's on threads, aiosqlite's on an event loop."""
+    """One transaction on the ledger's own connection, which is sqlite3's on threads and aiosqlite's on event loops."""
 
     def __init__(self, writer: Writer, prepare: Callable[[sqlite3.Connection], None]) -> None:
         self._writer = writer
@@ -298,7 +307,8 @@ class SqliteAdapter:
         return (yield self._do(lambda connection: begin_again(connection, queries)))  # type: ignore[no-any-return]
 
     def _connect(self) -> None:
-        close_before_fork(self._writer)  # first: this turn has its lock, so a fork meanwhile finds the file in use
+        # Before the file is opened: this turn has the writer's lock, so a fork meanwhile finds the file in use.
+        close_before_fork(self._writer)
         connection = sqlite3.connect(self._writer.path, **CONNECTION)
         try:
             self._prepare(connection)
@@ -339,7 +349,7 @@ class SqliteAdapter:
 
 
 class SqliteNoCommit(sqlite3.Connection):
-    """A connection in a transaction of the guard's: the performer can neither commit nor roll back by mistake."""
+    """A connection in the guard's transaction.  Its `commit` and `rollback` raise, because only the guard commits."""
 
     def commit(self) -> None:
         raise commit_forbidden()
@@ -348,11 +358,11 @@ class SqliteNoCommit(sqlite3.Connection):
         raise commit_forbidden()
 
     def __exit__(self, *_: object) -> Any:
-        return False  # `with connection:` would commit; here it is a block like any other
+        return False  # sqlite3's own method would commit at the end of `with connection:`
 
 
 CONNECTION: dict[str, Any] = {
-    "timeout": 0,  # we wait ourselves, and give up in time
+    "timeout": 0,  # `begin_with` waits instead, and keeps the caller's time limit
     "isolation_level": None,
     "check_same_thread": False,
     "factory": SqliteNoCommit,
@@ -360,7 +370,7 @@ CONNECTION: dict[str, Any] = {
 
 
 def run_queries(connection: sqlite3.Connection, queries: Sequence[Query]) -> Rows:
-    """Run *queries*, and return the rows of the last one as tuples, whatever the performer has made of its rows."""
+    """Run *queries*, and return the rows of the last one as tuples, even if the performer has set a row factory."""
     factories = connection.row_factory, connection.text_factory
     if factories != (None, str):
         connection.row_factory, connection.text_factory = None, str
@@ -386,16 +396,16 @@ def roll_back(connection: sqlite3.Connection) -> None:
 
 
 def lock_query(sql: SqliteStatements, in_transaction: bool) -> Query:
-    """The query that takes the write lock.
+    """Return the query that takes the write lock.
 
-    A library may have begun with a plain BEGIN, which takes no lock.  Then a write of nothing takes it; nothing was read
-    before, so that it can wait like a BEGIN IMMEDIATE.
+    A library may have begun the transaction with a plain BEGIN, which takes no lock.  Then an UPDATE of no rows takes
+    it.  Nothing was read before, so it can wait for the lock as BEGIN IMMEDIATE does.
     """
     return (Statement(sql.lock), ()) if in_transaction else BEGIN
 
 
 def sqlite_error(error: BaseException | None) -> BaseException | None:
-    """SQLite's own error, also if a library has wrapped it."""
+    """Return SQLite's own error, even if a library has wrapped it, or None if there is none."""
     for _ in range(DEEPEST):
         if error is None or isinstance(error, sqlite3.Error) or code(error):
             return error
@@ -403,33 +413,33 @@ def sqlite_error(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def is_over(error: BaseException) -> bool:
+def was_ended(error: BaseException) -> bool:
     """Whether a commit failed because the performer has ended the transaction, closed the connection or changed the record."""
     text = str(error)
     return isinstance(error, sqlite3.ProgrammingError) or MARK in text or "integer overflow" in text
 
 
 class JoinedSqlite:
-    """Statements in a transaction on a connection of the user's, sqlite3's or aiosqlite's."""
+    """Runs statements in a transaction on the user's own connection, which is sqlite3's or aiosqlite's."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
 
     def on_commit(self, callback: Callable[[], object]) -> None:
-        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+        """Do nothing, because the driver does not report commits.  Relays find the message when they look."""
 
     def execute(self, *queries: Query) -> Plan[Rows]:
         connection = self.connection
         if not connection.in_transaction:  # sqlite3 itself begins before an INSERT, but not before a CREATE TABLE
             queries = ((Statement(f"BEGIN {connection.isolation_level}"), ()), *queries)
-        if isinstance(connection, sqlite3.Connection):  # on this very thread, because the connection belongs to it
+        if isinstance(connection, sqlite3.Connection):  # runs on this thread, because the connection belongs to it
             return (yield Call(run_queries, connection, queries))  # type: ignore[no-any-return]
         work = partial(run_queries, queries=queries)
         return (yield Do(None, lambda: run_in_aiosqlite(connection, work)))  # type: ignore[no-any-return]
 
 
 class OwnSqliteTransaction:
-    """A transaction of several steps on the store's own connection; on an event loop it needs aiosqlite."""
+    """A feature's transaction on the store's own connection.  On an event loop it needs aiosqlite."""
 
     awaited = False
 
@@ -444,7 +454,7 @@ class OwnSqliteTransaction:
     def begin(self, *queries: Query) -> Plan[Rows]:
         transaction: Any = yield from self._source.open()
         self._transaction = transaction
-        # The name of no operation, and not that of another such transaction: this one waits until that has ended.
+        # No operation and no other transaction has this name, so this one waits for its turn like another operation.
         name = ("", str(id(self)))
         rows = yield from transaction.begin_with(name, 0.0, SET_MARK, *queries)
         return rows  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The process's connections to a SQLite file: opened on first use, by one thread at a time, and closed across forks."""
+"""A process's connections to a SQLite file, opened on first use, used by one thread at a time, closed before forks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Work = Callable[[sqlite3.Connection], T]
 
 MEMORY = ":memory:"
 
-# Seconds between two tries for a file that another process is writing.  SQLite's own pauses grow with the time that has
-# passed, so that newcomers overtake; these stay short, and differ by chance, so that every process gets its turn.
+# Seconds between two tries for a file that another process is writing.  The pauses of SQLite itself grow, so newcomers
+# would overtake.  These stay short and random, so that every process gets its turn.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.004
 
-# A write that takes less than this is done by the event loop itself, because calling a thread and being called back takes
-# as long.  The last write tells; a slow disk, or a file that another process is writing, is waited for on a thread.
+# Seconds.  If the last write took less, the event loop does the next one itself, because a thread's two wake-ups take
+# as long.  If the disk is slow, or another process is writing the file, a thread waits for it.
 BRIEF = 0.003
 
-FORK_PAUSE = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
+FORK_PAUSE = 0.001  # seconds between two looks at whether a fork has ended; most take no longer
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 
-# Errors of the file itself.  The connection is not trusted afterwards.
+# Errors of the file itself.  The connection is closed after one of them.
 FAULTS: dict[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_FULL: (StoreError, "the disk is full"),
     sqlite3.SQLITE_IOERR: (StoreError, "the disk failed"),
@@ -53,38 +53,40 @@ FAULTS: dict[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_NOMEM: (StoreUnavailable, "there is no memory left"),
 }
 
+# After these errors, the log may hold a transaction whose commit failed.
+
 UNWRITTEN = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
-# Errors of one caller's values, which say nothing of the file: too big, not encodable, of an unknown type.
+# The exceptions for a caller's bad values: too big, not encodable, of an unknown type.  They include SQLite's faults.
 BAD_VALUES = (sqlite3.Error, ValueError, OverflowError, TypeError)
 
 
 def code(error: BaseException) -> int:
-    """SQLite's primary result code, or 0."""
+    """Return SQLite's primary result code, or 0."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether another process has the lock that was asked for."""
+    """Whether the error says that another connection has the lock."""
     return code(error) in BUSY
 
 
 def is_bad_value(error: BaseException) -> bool:
-    """Whether *error* concerns the caller's values, rather than the file or its lock."""
+    """Whether the caller's values caused *error*, and not the file or its lock."""
     return isinstance(error, BAD_VALUES) and code(error) not in FAULTS and not is_busy(error)
 
 
 def as_store_error(error: BaseException, path: str) -> StoreError:
-    """The error that the caller gets for a driver's *error*."""
-    kind, what = FAULTS.get(code(error), (StoreError, "it refused a statement"))
-    return kind(f"{path}: {what} ({error})")
+    """Return the StoreError for a driver's *error*."""
+    kind, reason = FAULTS.get(code(error), (StoreError, "it refused a statement"))
+    return kind(f"{path}: {reason} ({error})")
 
 
-def disown(connection: sqlite3.Connection, overwrite: str) -> None:
-    """Write over what a failed commit has left in the log; *overwrite* is a small write.
+def overwrite_log(connection: sqlite3.Connection, overwrite: str) -> None:
+    """Write over the transaction that a failed commit may have left in the log.  *overwrite* is a small write.
 
-    If only the sync failed, the log holds the whole transaction; nobody sees it, but a process that recovers the file
-    after a crash would take it for committed, though its caller was told that it failed.
+    If only the sync failed, the log holds the whole transaction.  No reader sees it, but after a crash, recovery would
+    take it for committed, although its caller got an error.
     """
     with contextlib.suppress(sqlite3.Error):
         connection.execute("BEGIN IMMEDIATE")
@@ -96,14 +98,14 @@ def disown(connection: sqlite3.Connection, overwrite: str) -> None:
 
 
 class Connection:
-    """One connection to the file at *path*.  *prepare* makes a new one ready; *overwrite* is a small write."""
+    """One connection to the file at *path*.  *prepare* sets up a new one; *overwrite* is a small write."""
 
     def __init__(
         self, path: str, prepare: Work[None], *, overwrite: str, timeout: float, threaded: bool = True
     ) -> None:
         self.path = path
         self.timeout = timeout
-        self.threaded = threaded  # always work on the thread, also if the work is brief
+        self.threaded = threaded  # if True, an event loop never writes by itself
         self._prepare = prepare
         self._overwrite = overwrite
         self._connection: sqlite3.Connection | None = None
@@ -113,19 +115,19 @@ class Connection:
             close_before_fork(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
+        self._lock = threading.RLock()  # reentrant, because a signal handler may fork while its thread holds the lock
         self._in_use = False
-        self._took = 0.0
+        self._took = 0.0  # seconds that the last work took
         if self.path != MEMORY:  # a child has its own copy of a database in memory
             self._connection = None
-        self._thread = ThreadPoolExecutor(1, f"oncemore-sqlite {self.path}")  # starts with its first job
+        self._thread = ThreadPoolExecutor(1, f"oncemore-sqlite {self.path}")  # the thread starts with its first job
 
     def _close_for_fork(self) -> bool:
         if not self._lock.acquire(timeout=self.timeout):
             return False
         closed = False
         try:
-            if not self._in_use:  # by this very thread
+            if not self._in_use:  # True if a signal handler forks while its own thread uses the connection
                 self._close_connection()
                 closed = True
         finally:
@@ -137,7 +139,7 @@ class Connection:
         self._lock.release()
 
     def use(self, work: Work[T]) -> T:
-        """Return the result of *work*, called with the open connection; again and again while another process has the lock."""
+        """Call *work* with the open connection, and return its result.  Retry while the file is locked."""
         with self._lock:
             start = time.monotonic()
             while True:
@@ -146,33 +148,31 @@ class Connection:
                 except sqlite3.Error as error:
                     if time.monotonic() - start > self.timeout:
                         raise StoreTimeout(
-                            f"{self.path}: locked by another for {self.timeout:g} s; or by the caller, if it is itself "
-                            "performing an operation with effect = 'transaction'"
+                            f"{self.path}: locked by another connection for {self.timeout:g} s; or by the caller, if "
+                            "it is itself performing an operation with effect = 'transaction'"
                         ) from error
                 time.sleep(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
 
-    def use_at_once(self, work: Work[T]) -> tuple[T] | None:
-        """Return the result of *work*, done by the event loop itself; None if the file is slow or in use."""
-        if self.threaded or self._connection is None or self._took >= BRIEF:  # the first use makes the tables
+    def use_on_loop(self, work: Work[T]) -> tuple[T] | None:
+        """Do *work* on the event loop's thread, and return its result.  Return None if the file is slow or in use."""
+        if self.threaded or self._connection is None or self._took >= BRIEF:  # the first use creates tables: too slow
             return None
         if not self._lock.acquire(blocking=False):
             return None
         try:
             return (self._try(work),)
-        except sqlite3.Error:  # another process has the lock, and may keep it
+        except sqlite3.Error:  # another connection has the lock, maybe for long
             return None
         finally:
             self._lock.release()
 
     def use_on_thread(self, work: Work[T]) -> asyncio.Future[T]:
-        """Return a future of the result of *work*, which this connection's own thread does."""
+        """Do *work* on this connection's own thread, and return a future of its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         try:
             self._thread.submit(answer_on, loop, future, partial(self.use, work))
-        except (
-            RuntimeError
-        ):  # no thread can be had: the main thread has ended, the system has too many, or `close` runs
+        except RuntimeError:  # no thread can start: the main thread has ended, the system has too many, or `close` runs
             try:
                 result: Any = self.use(work)
             except Exception as error:
@@ -181,7 +181,7 @@ class Connection:
         return future
 
     def _try(self, work: Work[T]) -> T:
-        """Return the result of *work*.  Raises an error of SQLite's own only if another process has the lock."""
+        """Return the result of *work*.  Raises sqlite3.Error only if the file is locked, else StoreError."""
         try:
             connection = self._open()
             start, self._in_use = time.monotonic(), True
@@ -200,7 +200,7 @@ class Connection:
         return result
 
     def close(self) -> None:
-        """End the thread, once its jobs are done, and the connection; a later use opens it again."""
+        """End the thread after its jobs are done, and close the connection.  A later use opens it again."""
         thread, self._thread = self._thread, ThreadPoolExecutor(1, f"oncemore-sqlite {self.path}")
         thread.shutdown()
         with self._lock:
@@ -228,18 +228,19 @@ class Connection:
         self._roll_back()
         if code(error) in FAULTS and self._connection is not None and self.path != MEMORY:
             if code(error) in UNWRITTEN:
-                disown(self._connection, self._overwrite)
+                overwrite_log(self._connection, self._overwrite)
             self._close_connection()
 
     def _close_connection(self) -> None:
-        connection, self._connection = self._connection, None  # first, because an interrupt may come once it is closed
+        # Forget the connection first: an interrupt after close() must not leave a closed one behind.
+        connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
 
 class Use(Generic[T]):
-    """Effect: do *work* with a connection."""
+    """Effect: do *work* with a connection.  On an event loop, the connection's thread does it."""
 
     __slots__ = ("connection", "work")
 
@@ -255,34 +256,33 @@ class Use(Generic[T]):
 
 
 class Write(Use[T]):
-    """Effect: do *work* that is brief, unless the disk is slow."""
+    """Effect: do *work* with a connection.  An event loop does it by itself while writes are brief (BRIEF)."""
 
     __slots__ = ()
 
     async def arun(self) -> T:
-        done = self.connection.use_at_once(self.work)
+        done = self.connection.use_on_loop(self.work)
         return done[0] if done is not None else await self.connection.use_on_thread(self.work)
 
 
 def answer_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], job: Callable[[], T]) -> None:
     """Do *job* on this thread, and give its result to *future* on *loop*, even if the caller has gone meanwhile."""
-    if (
-        future.done() and not future.cancelled()
-    ):  # the loop did it: no thread could be started for it, but one for the next
+    # The executor keeps a job for which it could not start a thread.  `use_on_thread` did that job, so skip it.
+    if future.done() and not future.cancelled():
         return
     try:
         answer: Any = job()
     except BaseException as error:
         answer = error
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
         loop.call_soon_threadsafe(set_result, future, answer)
 
 
 class Writer:
-    """The queue of all threads, or of one event loop, for the turn to write the file at *path*.
+    """The queue in which all threads, or the tasks of one event loop, wait for their turn to write the file at *path*.
 
-    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of the
-    ledger's own, if there is one; it stays open between two turns.
+    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is the ledger's own
+    connection, or None.  It stays open between turns.
     """
 
     def __init__(self, path: str, *, for_loop: bool = False) -> None:
@@ -292,16 +292,16 @@ class Writer:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self.operation: Id | None = None  # running now
-        self.owner: object = None  # the task or thread that runs it
+        self.operation: Id | None = None  # the operation that has the turn
+        self.owner: object = None  # the task or thread that has the turn
         self.connection: Any = None
-        self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
-        self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
+        self._queue = asyncio.Lock() if self._for_loop else None  # tasks wait for it; threads wait for `_lock`
+        self._lock = threading.Lock()  # held during a turn, and during a fork, which may come from any thread
         self._stop: Callable[[], object] = lambda: None
         self._stopping: threading.Thread | None = None
 
     def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
-        """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
+        """Effect: wait for the turn, at most *limit* seconds.  *got* is called immediately when the caller gets it."""
         return Do(lambda: self._wait(limit, got), lambda: self._await(limit, got))
 
     def _wait(self, limit: float, got: Callable[[], None]) -> None:
@@ -309,11 +309,11 @@ class Writer:
             got()
 
     async def _await(self, limit: float, got: Callable[[], None]) -> None:
-        assert self._queue is not None, "the writer is that of an event loop"
+        assert self._queue is not None, "the writer belongs to an event loop"
         if not await acquired(self._queue, limit):
             return
         try:
-            while not self._lock.acquire(blocking=False):  # only a fork has it, and not for long
+            while not self._lock.acquire(blocking=False):  # only a fork may have it, and not for long
                 await asyncio.sleep(FORK_PAUSE)
         except BaseException:
             self._queue.release()
@@ -327,19 +327,19 @@ class Writer:
             self._queue.release()
 
     def keep_open(self, connection: Any) -> None:
-        """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
+        """Keep *connection* open between turns, until a fork, `close_connection`, or the end of this writer."""
         self.connection = connection
         if not isinstance(connection, sqlite3.Connection):
             self._stop = weakref.finalize(self, stop_aiosqlite, connection)
 
     def close_connection(self) -> None:
-        """Close our own connection, if there is one.  An aiosqlite thread finishes its statement first; nobody waits."""
+        """Close the ledger's own connection, if there is one.  Does not wait for an aiosqlite thread's statement."""
         connection, self.connection = self.connection, None
         if isinstance(connection, sqlite3.Connection):
             connection.close()
         elif connection is not None:
             stopping = threading.Thread(target=self._stop, daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the connection with it
+            with contextlib.suppress(RuntimeError):  # no thread can start, because the interpreter is shutting down
                 stopping.start()
                 self._stopping = stopping
 
@@ -348,7 +348,7 @@ class Writer:
             self.close_connection()
 
     async def aclose(self) -> None:
-        assert self._queue is not None, "the writer is that of an event loop"
+        assert self._queue is not None, "the writer belongs to an event loop"
         async with self._queue:
             self.close_connection()
         if self._stopping is not None:
@@ -371,6 +371,7 @@ class Writer:
 
 
 async def acquired(lock: asyncio.Lock, limit: float) -> bool:
+    """Acquire *lock* within *limit* seconds, and return whether that succeeded."""
     if not lock.locked():
         return await lock.acquire()  # does not wait
     try:

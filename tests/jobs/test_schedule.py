@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -20,9 +20,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Resolution, current_operation
+from oncemore._ledger.encrypted import StoreWrapper
 from oncemore._ledger.steps import pack_request
+from oncemore._ledger.store import Store
 from oncemore._runtime.backoff import Backoff
-from oncemore._runtime.plan import Call, run
+from oncemore._runtime.plan import Call, Plan, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, MissingDriver, NotResolvable, StoreUnavailable
 from oncemore.jobs import Schedule, Slot, job
@@ -423,6 +425,21 @@ def test_backfill_runs_each_day_once_and_can_be_resumed(guard: Guard) -> None:
     assert (counts.completed, counts.conflict) == (28, 32)
     assert seen[-1] == (60, 60)
     assert len(offers.calls) == len(set(offers.calls)) == 60
+
+
+def test_backfill_counts_slots_as_failed_if_the_store_fails(guard: Guard) -> None:
+    offers = Offers(guard)
+    schedule, store = offers.schedule(guard), guard.store
+
+    class Down(StoreWrapper):
+        def claim(self, *args: Any, **settings: Any) -> Plan[Any]:
+            raise StoreUnavailable("the store is down")
+
+    guard.store = cast("Store", Down(store))
+    counts = schedule.backfill(DAY, DAY)
+    assert (counts.failed, counts.conflict, counts.completed) == (2, 0, 0)
+    guard.store = store
+    assert schedule.backfill(DAY, DAY).completed == 2
 
 
 def test_backfill_leaves_the_future_alone(guard: Guard) -> None:

@@ -344,6 +344,7 @@ class Scheduler:
             end = yield from self._attempt(pending, now)
         except (StoreError, Fenced) as error:  # its end may have been recorded nevertheless
             log.warning("%s %r could not be tried: %s", pending.job.name, pending.operation.key, error)
+            end = "failed" if pending.by_hand else "running"  # a schedule tries it again
         except Exception:
             log.exception("%s %r cannot be tried, and counts as failed", pending.job.name, pending.operation.key)
             end = "failed"

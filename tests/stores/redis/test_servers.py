@@ -205,8 +205,9 @@ def test_acl_user_of_the_schema_can_use_every_verb(own_valkey: ValkeyServer) -> 
     assert (run(store.stats()).archived, len(run(store.list(Filter())).records)) == (1, 1)
     store.close()
     stranger = connect(own_valkey.url.replace("//", "//app:wrong@") + "?timeout=500ms")
-    with pytest.raises(ConfigurationError, match="login"):
-        run(stranger.find("scope", "3"))
+    for verb in (stranger.find("scope", "3"), stranger.list(Filter()), stranger.stats(), stranger.purge()):
+        with pytest.raises(ConfigurationError, match="login"):
+            run(verb)
 
 
 def test_unix_socket_url_is_served(tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def copied(store: TieredStore, server: redis.Redis, redis_prefix: str) -> bytes:
     return eventually(lambda: copies(server, redis_prefix))[0]  # type: ignore[no-any-return]
 
 
+def from_redis(store: TieredStore) -> Record | None:
+    """The record that a repeat is answered with, if Redis has answered: a busy machine may take longer than the budget."""
+    found = blocked(store)
+    return found if found.tier == "redis" else None
+
+
 def is_hit(store: TieredStore, operation: Operation = OPERATION) -> bool:
     """Whether Redis answers a repeat."""
     before = store.tiers.hits
@@ -92,8 +98,8 @@ def test_any_history_agrees_with_the_model(url: str) -> None:
 
 
 def test_repeat_is_answered_by_redis(store: TieredStore, copied: bytes) -> None:
-    found = blocked(store)
-    assert (found.tier, found.outcome, found.state) == ("redis", DONE, "settled")
+    found = eventually(lambda: from_redis(store))
+    assert (found.outcome, found.state) == (DONE, "settled")
     assert found.expires_at is not None
     assert found.expires_at - found.now == pytest.approx(HOUR, abs=60)
 
@@ -117,7 +123,7 @@ def test_record_found_in_the_database_is_copied(
     server.delete(copied)
     assert not is_hit(store)
     eventually(lambda: copies(server, redis_prefix))
-    assert is_hit(store)
+    assert eventually(lambda: is_hit(store))
 
 
 def test_transaction_outcome_is_copied_after_commit(url: str, server: redis.Redis, redis_prefix: str) -> None:
@@ -152,7 +158,7 @@ def test_pool_of_the_user_is_the_primary(
         with pool.connection() as connection:
             assert lent == [connection.info.backend_pid]
         eventually(lambda: copies(server, redis_prefix))
-        assert is_hit(store)
+        assert eventually(lambda: is_hit(store))
         guard.close()
 
 
@@ -213,7 +219,7 @@ def test_unbelievable_copies_are_left_to_the_database(store: TieredStore, server
     assert not is_hit(store)
     server.delete(copied)
     server.set(copied, good)
-    assert is_hit(store)
+    assert eventually(lambda: is_hit(store))
 
 
 def test_other_payload_is_judged_by_the_database(store: TieredStore, copied: bytes) -> None:
@@ -268,7 +274,7 @@ def test_deleted_record_runs_again_in_every_process(
     store: TieredStore, other: TieredStore, copied: bytes, server: redis.Redis
 ) -> None:
     warmed(other)
-    assert is_hit(other)
+    assert eventually(lambda: is_hit(other))
     assert run(store.delete("scope", "key"))
     assert server.get(copied) == b"-"
     claimed(other)
@@ -303,7 +309,7 @@ def test_settle_answered_late_is_not_copied(
     settled(store, "late")
     settled(store, "prompt")
     eventually(lambda: copies(server, redis_prefix))
-    assert is_hit(store, operation("prompt"))
+    assert eventually(lambda: is_hit(store, operation("prompt")))
     assert not is_hit(store, operation("late"))
 
 
@@ -316,9 +322,7 @@ def test_second_settle_of_the_same_owner_is_not_copied(
     for outcome in (DONE, Outcome("value", body=b"another")):
         run(store.settle(lease, outcome, retention=HOUR))
     eventually(lambda: copies(server, redis_prefix))
-    found = run(store.claim(OPERATION, lease=HOUR))
-    assert isinstance(found, Record)
-    assert (found.tier, found.outcome) == ("redis", DONE)
+    assert eventually(lambda: from_redis(store)).outcome == DONE
 
 
 def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:

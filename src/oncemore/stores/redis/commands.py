@@ -439,9 +439,9 @@ class Scan:
 
 
 def result_or_raise(result: Any) -> Any:
-    """Return the result, or None if the key does not hold a record.  Raises the result if it is another StoreError."""
+    """Return the result, or None if the key does not hold a record.  Raises the result if it is another error."""
     if isinstance(result, CorruptRecord):
         return None
-    if isinstance(result, StoreError):
+    if isinstance(result, Exception):
         raise result
     return result

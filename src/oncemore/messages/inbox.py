@@ -80,8 +80,8 @@ class Inbox:
         retention: For how long an id is remembered.
         sender_span: For how long the sender may repeat an event.
         attempts: How many failures make an event a dead letter.
-        settings: Those of `Policy`.  With `effect="lease"`, the handler's effect need not be in the ledger's database,
-            and is as safe as any leased operation.
+        settings: The settings of `Policy`.  With `effect="lease"`, the handler's effect need not be in the ledger's
+            database, and is as safe as any leased operation.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Inbox:
         return await arun(self.received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
-        """Return the operation that handles an event.  Its scope has the source, its fingerprint the payload's digest."""
+        """Return the operation that handles an event: its scope has the source, its fingerprint the payload."""
         if not isinstance(source, str):
             raise ConfigurationError(
                 f"The event's source is {source!r}: it must be a text, as in handle(id, source, payload, handler)"

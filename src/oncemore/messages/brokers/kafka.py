@@ -35,7 +35,7 @@ OWN_FAULT = (
     KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
     KafkaError.POLICY_VIOLATION,
 )
-# A consumer has joined or left the group, so Kafka assigns the partitions anew.
+# A consumer has joined or left the group, so Kafka assigns the partitions again.
 REBALANCES = (KafkaError.REBALANCE_IN_PROGRESS, KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID)
 POLL = 0.1  # seconds; librdkafka must be polled often, even if there is no room for messages
 
@@ -250,7 +250,7 @@ class KafkaSubscription(Subscription):
             while not self.ended.is_set():
                 self._commit()
                 room = self.prefetch - sum(each.unfinished for each in self.partitions.values())
-                if (room <= 0) != self.paused:  # only on a change, because `resume` fetches anew
+                if (room <= 0) != self.paused:  # only on a change, because `resume` fetches again
                     self.paused = room <= 0
                     (self.client.pause if self.paused else self.client.resume)(self.client.assignment())
                 self._take(self.client.consume(max(1, min(100, room)), POLL))

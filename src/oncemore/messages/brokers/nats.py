@@ -229,9 +229,9 @@ class NatsBroker(UrlBroker):
         error = decode_answer(message.data).error
         if error is None:
             return None
-        what = f"Publishing to {self.url} failed: {error.description} (error {error.err_code})"
+        detail = f"Publishing to {self.url} failed: {error.description} (error {error.err_code})"
         # 5xx: the stream is full, or has lost its leader.
-        return BrokerDown(what) if error.code >= 500 else BrokerError(what)
+        return BrokerDown(detail) if error.code >= 500 else BrokerError(detail)
 
     def _result(self, sent: asyncio.Future[Exception | None] | Exception) -> Exception | None:
         if isinstance(sent, Exception):

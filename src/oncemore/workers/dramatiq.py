@@ -43,7 +43,7 @@ def once_task(
             default the message's id, which stays the same in redeliveries and retries.
         name: The name of the operations, which is in their scope; by default the function's name.
         ignore: Parameters that may differ in a duplicate.
-        settings: Those of `Policy`, as for `once`.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(DramatiqTask, guard, key, name, ignore, settings)
 

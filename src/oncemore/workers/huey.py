@@ -40,7 +40,7 @@ def once_task(
             default the task's id, which stays the same in Huey's retries.
         name: The name of the operations, which is in their scope; by default the function's name.
         ignore: Parameters that may differ in a duplicate.
-        settings: Those of `Policy`, as for `once`.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(HueyTask, guard, key, name, ignore, settings)
 

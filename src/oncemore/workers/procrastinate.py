@@ -50,7 +50,7 @@ def once_task(
             default the job's id, which stays the same in retries.
         name: The name of the operations, which is in their scope; by default the function's name.
         ignore: Parameters that may differ in a duplicate.  The job's context always may.
-        settings: Those of `Policy`, as for `once`.
+        settings: The settings of `Policy`, as for `once`.
     """
     return decorator(ProcrastinateTask, guard, key, name, ignore, settings)
 

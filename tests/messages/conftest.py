@@ -1,4 +1,4 @@
-"""The shops of the transaction tests, one on each driver; and a PostgreSQL schema of a test's own, as a URL."""
+"""Fixtures: the shops of the transaction tests, on each driver, and the URL of a test's own PostgreSQL schema."""
 
 import pytest
 
@@ -9,5 +9,5 @@ __all__ = ["on_each_kind", "own_schema", "shop", "shops_url"]
 
 @pytest.fixture
 def own_schema(postgres_url: str, postgres_schema: str) -> str:
-    """The URL of a ledger in a schema of the test's own."""
+    """Return the URL of a ledger in a schema of the test's own."""
     return f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"

@@ -38,7 +38,7 @@ def produce(url: str, point: str) -> None:
 
 
 def relay(url: str, file: str, point: str, mode: Any) -> None:
-    """Send what is there, and die at *point*."""
+    """Send the messages that are there, and die at *point*."""
 
     def reached(step: str) -> None:
         if step == point:

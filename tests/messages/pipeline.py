@@ -20,14 +20,14 @@ FATAL = 5  # the number of the refund at which a producer dies
 
 
 def new_shop(path: str) -> Outbox:
-    """The outbox of a shop; its refunds are in the same database."""
+    """Make the outbox of a shop, which has its refunds in the same database."""
     with sqlite3.connect(path, timeout=30) as database:
         database.execute("CREATE TABLE IF NOT EXISTS refunds (number INTEGER)")
     return Outbox(Guard(f"sqlite:///{path}", policy=Policy(effect="transaction")), source="payments")
 
 
 def refund(outbox: Outbox, number: int) -> None:
-    """Refund once, and tell of it, however often it is called."""
+    """Refund once and add a message, however often this is called."""
 
     def perform(op: Op) -> None:
         op.connection.execute("INSERT INTO refunds VALUES (?)", (number,))

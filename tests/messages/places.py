@@ -1,4 +1,4 @@
-"""The user's own transactions on each driver, and the things in them that a statement can be given to."""
+"""The user's own transactions on each driver, with the connections and sessions that a message can be added to."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Work = Callable[[Any], Plan[Any]]
 
 
 class RolledBack(Exception):
-    """Raised in a transaction to have it rolled back."""
+    """Raised in a transaction to roll it back."""
 
 
 async def in_own_transaction(shop: Shop, work: Work, *, kind: str = "connection", fails: bool = False) -> Any:
-    """Run *work* with the user's connection, or with what *kind* says, in a transaction; roll it back if it *fails*."""
+    """Run *work* in a transaction, on the user's connection or another *kind* of place.  Roll back if it *fails*."""
     try:
         if isinstance(shop, OnDjango):
             return await on_django(shop, work, fails)

@@ -1,4 +1,4 @@
-"""Brokers for tests of the relay: they record what they are given, and fail as they are told."""
+"""Brokers for tests of the relay: they record envelopes, and fail if a test says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oncemore.messages import Envelope
 
 
 class RecordingBroker:
-    """Stores envelopes in memory.  *fails* says which of them it refuses; while *down*, it can do nothing."""
+    """Stores envelopes in memory, except those for which *fails* is true.  While *down*, every call fails."""
 
     url, channel, group = "recording://", "recording", ""
 
@@ -52,7 +52,7 @@ class RecordingBroker:
         raise NotImplementedError
 
     def data(self, subject: str | None = None) -> list[Any]:
-        """The data of what was stored, of all or of one subject, in the order of arrival."""
+        """Return the data of the stored envelopes, of all or of one subject, in order of arrival."""
         return [envelope.data for envelope in self.stored if subject in (None, envelope.subject)]
 
 
@@ -77,7 +77,7 @@ class FileBroker(RecordingBroker):
 
 
 def stored_in(path: str | Path) -> list[list[Any]]:
-    """What a FileBroker has stored: id, type, subject and data of each envelope."""
+    """Return id, type, subject and data of each envelope that a FileBroker has stored."""
     if not os.path.exists(path):
         return []
     return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Encrypted connections to brokers, with a private authority, a client certificate and a password."""
+"""Encrypted connections to brokers: a private certificate authority, a client certificate, a password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way from a URL to a broker: channels, spaces, options, credentials, and errors that say what to correct."""
+"""Broker URLs: channels, spaces, options, credentials, and errors that name the correction."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_wrong_url_is_refused_with_the_correction(url: str, hint: str) -> None:
         connect(url)
 
 
-def test_object_that_is_no_broker_is_refused() -> None:
+def test_object_that_is_not_a_broker_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is not a broker"):
         connect(object())  # type: ignore[arg-type]
     broker = connect("memory://payments")

@@ -107,7 +107,7 @@ async def test_kafka_subscription_goes_on_after_a_rebalance(kafka_url: str, monk
 
 
 async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: str) -> None:
-    """Each deployment is one or more; after ten of them, an inbox would not even try the next message."""
+    """Each deployment causes rebalances.  If they counted, the next message would be a dead letter without a try."""
     broker = connect(f"{kafka_url}/{new_channel()}?partitions=1", session_timeout_ms=6000, heartbeat_interval_ms=500)
     try:
         for _ in range(2):
@@ -126,7 +126,7 @@ async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: 
 async def test_nats_connection_that_ends_while_it_opens_is_an_error(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another error than BrokerError would end the relay or the consumer."""
+    """Any error but BrokerError would end the relay or the consumer."""
     clients: list[nats.NATS] = []
 
     async def end(client: nats.NATS, *_: Any, **__: Any) -> None:
@@ -150,7 +150,7 @@ async def receive_for_ever(subscription: Subscription) -> None:
 
 
 async def test_rabbit_subscription_whose_queue_is_deleted_ends(rabbit_url: str) -> None:
-    """RabbitMQ leaves the channel open then; the consumer must subscribe again, or it would wait for ever."""
+    """RabbitMQ leaves the channel open, so without an error the consumer would wait for ever."""
     broker = connect(f"{rabbit_url}/{new_channel()}?group=group-1")
     subscription = broker.subscribe("group-1")
     await subscription.aopen()
@@ -179,7 +179,7 @@ async def test_rabbit_queue_that_is_not_bound_in_time_is_down(rabbit_url: str, m
 async def test_rabbit_subscription_that_is_cancelled_while_it_opens_ends(
     rabbit_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue's messages would go to a consumer that nobody reads."""
+    """If it did not end, the queue's messages would go to a consumer that nothing reads."""
     connected: list[Any] = []
     begun = asyncio.Event()
     connect_to = aio_pika.connect
@@ -207,7 +207,7 @@ async def test_rabbit_subscription_that_is_cancelled_while_it_opens_ends(
 async def test_redis_sweep_loses_no_message_of_an_idle_consumer(
     valkey_url: str, redis_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may get one after it was found idle, and what a consumer has goes with it when it is removed."""
+    """A consumer may get a message after the sweep found it idle; removing the consumer would remove the message."""
     monkeypatch.setattr(redis_streams, "GONE", 0.0)
     monkeypatch.setattr(redis_streams, "SWEEP", 0.0)
     look = redis.Redis.xinfo_consumers
@@ -273,7 +273,7 @@ class TestSqsFifo(BrokerContract):
 
 
 async def test_sqs_delay_below_a_second_is_rounded_up() -> None:
-    """SQS takes whole seconds; without any, a message that is in progress elsewhere would come again at once, and again."""
+    """SQS takes whole seconds.  With 0, a message in progress elsewhere would be delivered again immediately."""
     delays: list[int] = []
 
     class Told:

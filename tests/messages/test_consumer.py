@@ -1,4 +1,4 @@
-"""The consumer: each message handled once, in order, and none stuck."""
+"""The consumer: each message is handled once and in order, and none is stuck."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def book(op: Op, envelope: Envelope) -> str:
 
 @asynccontextmanager
 async def running(consumer: Consumer) -> AsyncIterator[None]:
-    """Run the consumer meanwhile, and stop it as SIGTERM does."""
+    """Run the consumer during the block, and then stop it as SIGTERM does."""
     task = asyncio.create_task(consumer.arun())
     try:
         yield
@@ -133,7 +133,7 @@ def test_failed_handler_is_rolled_back_and_called_again(service: Service) -> Non
 
 
 def test_order_of_a_subject_is_kept_while_one_message_fails(service: Service) -> None:
-    """The other subjects go on meanwhile."""
+    """Other subjects are handled meanwhile."""
     failing = threading.Event()
     failing.set()
 
@@ -184,7 +184,7 @@ def test_poison_becomes_a_dead_letter_and_followers_proceed(service: Service) ->
 
 
 def test_requeued_dead_letter_is_handled_by_a_running_consumer(service: Service) -> None:
-    """With the payload that the letter has kept, under the same id."""
+    """The handler gets the payload that the letter has kept, under the same id."""
 
     def fail(op: Op, envelope: Envelope) -> None:
         raise ValueError("poison")
@@ -230,7 +230,7 @@ def test_requeued_letter_that_fails_again_is_dead_again(service: Service) -> Non
 def test_requeued_letter_waits_for_a_consumer_that_has_a_handler(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two consumers with different handlers may share an inbox, and a handler may come with the next release."""
+    """Consumers with different handlers may share an inbox, and a later release may add a handler."""
     inbox = service.inbox(attempts=1)
     service.publish(refund(1))
     other = Consumer(inbox, service.url, {"order.*": book}, unknown="dead")
@@ -421,7 +421,7 @@ def test_visibility_is_extended_while_the_handler_runs(service: Service) -> None
 
 
 def test_deliveries_that_killed_their_consumer_are_counted(service: Service) -> None:
-    """The count of the broker is passed on."""
+    """The consumer passes the broker's count to the inbox."""
     service.publish(refund(1))
     inbox = service.inbox(attempts=3)
 
@@ -488,7 +488,7 @@ def test_stop_finishes_running_handlers_and_gives_back_the_rest(service: Service
 
 
 def test_stop_finishes_handlers_while_the_broker_is_down(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An async handler that is cancelled under a lease leaves an event that an operator must decide about."""
+    """If an async handler is cancelled under a lease, an operator must resolve the event."""
     begun, go_on = asyncio.Event(), asyncio.Event()
     seen: list[str] = []
     losses: list[bool] = []
@@ -613,7 +613,7 @@ def test_two_inboxes_in_one_database_each_handle_the_message(service: Service) -
     assert service.bookings == ["ev_1", "ev_1"]
 
 
-def test_group_is_that_of_the_url_or_the_inbox(service: Service) -> None:
+def test_group_comes_from_the_url_or_the_inbox(service: Service) -> None:
     assert Consumer(service.inbox(), service.url, {"*": book}).group == "inbox"
     assert Consumer(service.inbox(name="ledger"), service.url, {"*": book}).group == "ledger"
     assert Consumer(service.inbox(name="ledger"), f"{service.url}?group=books", {"*": book}).group == "books"
@@ -703,7 +703,7 @@ async def test_cancelled_consumer_finishes_running_handlers(service: Service) ->
 def test_requeued_letters_are_looked_for_after_any_error(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error that nobody expects must not end the search for ever."""
+    """An unexpected error must not end the search."""
     monkeypatch.setattr("oncemore.messages.consumer.REQUEUED", 0.05)
     inbox, looks = service.inbox(), iter(range(2))
     requeued = inbox.requeued

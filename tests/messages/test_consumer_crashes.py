@@ -1,4 +1,4 @@
-"""Consumers that are killed, and brokers that are: nothing is lost, and each message has one effect."""
+"""Consumers and brokers are killed: nothing is lost, and each message has one effect."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def refund(number: int) -> Envelope:
 
 
 async def publish_all(broker: Broker, envelopes: list[Envelope]) -> None:
-    """Publish until the broker has confirmed each, as a relay does."""
+    """Publish until the broker has confirmed each message, as a relay does."""
     ends = time.monotonic() + PATIENCE
     while envelopes:
         assert time.monotonic() < ends, "the broker does not come back"
@@ -87,7 +87,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def run_killed(bookings: Bookings, url: str, point: str) -> int:
-    """Run a consumer in a process until it kills itself; its exit code."""
+    """Run a consumer in a process until it kills itself, and return its exit code."""
     with Program([sys.executable, str(CONSUMING), str(bookings.path), url, point]) as program:
         try:
             return program.wait(PATIENCE)

@@ -58,7 +58,7 @@ def test_message_takes_effect_once_though_it_is_sent_twice(broker_url: str, tmp_
 
 
 def test_replayed_message_reaches_a_consumer_that_has_lost_its_data(broker_url: str, tmp_path: Path) -> None:
-    """Also while the broker still recognises the message's id."""
+    """The broker must deliver it again even if it still recognises the id."""
     guard = Guard(f"sqlite:///{tmp_path / 'payments.db'}", policy=Policy(effect="transaction"))
     outbox = Outbox(guard, source="payments", keep="1h")
     guard.run(Operation("c", "k1"), lambda op: outbox.add(op, "refund.succeeded", 1))

@@ -45,7 +45,7 @@ def make(data: Any = None, **more: Any) -> Envelope:
 
 
 @given(envelopes)
-def test_both_modes_give_the_envelope_back(envelope: Envelope) -> None:
+def test_envelope_survives_both_modes(envelope: Envelope) -> None:
     assert parse_structured(structured(envelope)) == envelope
     for prefix in ("ce-", "ce_"):
         for quoted in (False, True):
@@ -67,7 +67,7 @@ def test_data_are_parsed_by_their_media_type() -> None:
     assert (nothing.data, nothing.raw, nothing.datacontenttype) == (None, None, None)
 
 
-def test_structured_form_is_as_the_standard_writes_it() -> None:
+def test_structured_form_follows_the_standard() -> None:
     assert json.loads(
         structured(make(correlationid="k1", extensions={"tenant": "acme", "retries": 3, "live": True}))
     ) == {
@@ -98,7 +98,7 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("envelope", SAMPLES, ids=range(len(SAMPLES)))
-def test_cloudevents_package_reads_ours(envelope: Envelope) -> None:
+def test_cloudevents_package_reads_our_envelopes(envelope: Envelope) -> None:
     event = JSONFormat().read(CloudEvent, structured(envelope))
     agree(envelope, event)
     headers, body = binary(envelope, quoted=True)
@@ -127,7 +127,7 @@ def agree(envelope: Envelope, event: Any) -> None:
     ("data", "content_type"),
     [({"id": "rf_1"}, "application/json"), (b"\x00\xff", "application/octet-stream"), ("text", "text/plain")],
 )
-def test_theirs_are_read_by_us(data: Any, content_type: str) -> None:
+def test_events_of_the_cloudevents_package_are_read(data: Any, content_type: str) -> None:
     event = CloudEvent(
         {
             "id": "e1",
@@ -153,8 +153,8 @@ def test_theirs_are_read_by_us(data: Any, content_type: str) -> None:
         assert envelope.data == data
 
 
-def test_theirs_without_content_type_or_data_are_read_by_us() -> None:
-    """The package leaves the type of JSON out by default, and writes no body for an event without data."""
+def test_package_events_without_content_type_or_data_are_read() -> None:
+    """By default the package omits the content type of JSON, and writes no body for an event without data."""
     for attributes, data in (({}, {"id": "rf_1"}), ({}, None), ({"datacontenttype": "application/json"}, None)):
         event = CloudEvent({"id": "e1", "source": "s", "type": "t", "specversion": "1.0", **attributes}, data)
         message, sent = http.to_binary(event, JSONFormat()), kafka.to_binary(event, JSONFormat())
@@ -163,13 +163,13 @@ def test_theirs_without_content_type_or_data_are_read_by_us() -> None:
         assert parse_structured(JSONFormat().write(event)).data == data
 
 
-def test_body_without_content_type_that_is_no_json_is_bytes() -> None:
+def test_body_without_content_type_that_is_not_json_is_bytes() -> None:
     headers = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "s", "ce-type": "t"}
     for body in (b"\x00\xff", b"plain", b"[" * 100_000):
         assert parse_binary(headers, body).data == body
 
 
-def test_envelope_with_a_media_type_and_no_data_comes_back() -> None:
+def test_envelope_with_media_type_and_no_data_survives() -> None:
     envelope = Envelope("t", id="1", source="s", datacontenttype="application/json")
     headers, body = binary(envelope)
     assert parse_binary(headers, body) == envelope == parse_structured(structured(envelope))
@@ -248,7 +248,7 @@ def test_any_bytes_are_an_envelope_or_refused(body: bytes) -> None:
     assert parse_structured(structured(envelope)) == envelope
 
 
-def test_data_that_are_no_json_are_refused() -> None:
+def test_data_that_json_cannot_hold_are_refused() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]

@@ -1,4 +1,4 @@
-"""A producer or a relay is killed at each step: nothing is lost, ids are stable, and the order of a subject holds."""
+"""A producer or a relay is killed at each step: nothing is lost, ids are stable, and subjects stay in order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_killed_relay_loses_nothing_and_keeps_order(url: str, mode: str, point: 
 
 @modes
 def test_relays_killed_at_random_lose_nothing(url: str, mode: str, tmp_path: Path) -> None:
-    """Five relays are killed, one after the other, while a producer adds; another one sends the rest."""
+    """Five relays are killed one after the other while a producer adds messages; a sixth relay sends the rest."""
     guard = Guard(url, policy=Policy(effect="transaction"))
     outbox = Outbox(guard, source="shop")
     file, relay_mode = tmp_path / "stored", None if mode == "sqlite" else mode
@@ -151,7 +151,7 @@ def test_sigterm_lets_a_relay_finish_and_end(url: str, mode: str, tmp_path: Path
 
 
 def test_message_that_kills_its_relays_is_a_dead_letter_alone(tmp_path: Path) -> None:
-    """An attempt under a lease is counted, also if the relay dies with it; the others of its batch are sent."""
+    """An attempt under a lease counts even if the relay dies; the rest of the batch is sent."""
     guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=Policy(effect="transaction"))
     outbox = Outbox(guard, source="shop")
     guard.run(Operation("test", "k"), lambda op: [outbox.add(op, "a", n) for n in range(5)])

@@ -163,7 +163,7 @@ def test_id_that_no_inbox_takes_is_refused(guard: Guard) -> None:
 
 
 def test_key_that_cannot_be_an_attribute_is_left_out(guard: Guard) -> None:
-    """Keys that code makes may have any characters; a message must not fail because of that."""
+    """Keys made by code may have any characters, and no message must fail because of that."""
     outbox = Outbox(guard, source="shop")
     guard.run(Operation("s", "tab\there"), lambda op: outbox.add(op, "a"))
     guard.run(Operation("s", "plain"), lambda op: outbox.add(op, "a"))
@@ -210,7 +210,7 @@ def test_delayed_message_is_sent_when_it_is_due(guard: Guard) -> None:
 
 
 def test_messages_of_one_operation_keep_their_order_in_any_place(guard: Guard) -> None:
-    """Some are written with the commit, and others before it."""
+    """Some messages are written with the commit, others before it."""
     outbox = Outbox(guard, source="shop")
 
     def perform(op: Op) -> None:
@@ -229,7 +229,7 @@ def test_messages_of_one_operation_keep_their_order_in_any_place(guard: Guard) -
     assert [message.envelope.data for message in outbox.list()] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_arguments_that_cannot_be_are_refused(guard: Guard) -> None:
+def test_wrong_arguments_of_add_are_refused(guard: Guard) -> None:
     outbox = Outbox(guard, source="shop", limit=1000)
     with pytest.raises(ConfigurationError, match="delay or at"):
         add(guard, outbox, "a", delay=1, at=datetime.now(UTC))
@@ -258,7 +258,7 @@ def test_outbox_on_store_without_tables_is_refused(url: str) -> None:
         Outbox(Guard(url), source="shop")
 
 
-def test_any_data_headers_and_unicode_come_back(guard: Guard) -> None:
+def test_any_data_headers_and_unicode_are_kept(guard: Guard) -> None:
     outbox, broker = Outbox(guard, source="shöp"), RecordingBroker()
     values = [None, True, 2**53, 1.5, "ü\x00", [1, {"a": "b"}], b"\x00\xff", {}]
     for value in values:
@@ -270,7 +270,7 @@ def test_any_data_headers_and_unicode_come_back(guard: Guard) -> None:
     assert {envelope.source for envelope in broker.stored} == {"shöp"}
 
 
-def test_trace_context_of_the_current_span_goes_along(guard: Guard) -> None:
+def test_message_has_the_trace_context_of_the_current_span(guard: Guard) -> None:
     outbox = Outbox(guard, source="shop")
     with TracerProvider().get_tracer("test").start_as_current_span("request") as span:
         add(guard, outbox, "a")
@@ -345,7 +345,7 @@ def test_purge_of_dead_letters_needs_an_age(guard: Guard) -> None:
     assert outbox.dead() == []
 
 
-async def test_awaited_verbs_do_the_same(guard: Guard) -> None:
+async def test_awaited_methods_do_the_same(guard: Guard) -> None:
     outbox, broker = Outbox(guard, source="shop", keep="1h"), RecordingBroker(lambda envelope: envelope.data == "bad")
     relay = Relay(outbox, to=broker, attempts=1)
 
@@ -371,7 +371,7 @@ async def test_awaited_verbs_do_the_same(guard: Guard) -> None:
 @pytest.mark.parametrize(
     "shop", [pytest.param(name, marks=pytest.mark.server) for name in ("psycopg", "pool")], indirect=True
 )
-async def test_savepoint_that_is_rolled_back_takes_its_messages_along(shop: Shop) -> None:
+async def test_rolled_back_savepoint_removes_its_messages(shop: Shop) -> None:
     outbox = Outbox(shop.guard, source="shop")
 
     def perform(op: Op) -> Plan[None]:

@@ -1,4 +1,4 @@
-"""Producer, outbox, relay, broker, consumer: whichever is killed, nothing is lost, and each refund is booked once."""
+"""Producer, relay, broker or consumer is killed: nothing is lost, and each refund is booked once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MATRIX = [
 
 
 class Services:
-    """A shop that refunds, and books that hear of it."""
+    """A shop that refunds, and a second service that books the refunds from its messages."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.shop, self.books, self.url = folder / "shop.db", folder / "books.db", url
@@ -113,7 +113,7 @@ async def until(holds: Callable[[], object], *tasks: asyncio.Task[None]) -> None
 
 
 def channel_at(server: str, visibility: float = 2) -> str:
-    """A new channel's URL; RabbitMQ repeats a delivery when its connection ends, and has no time-out."""
+    """Return a new channel's URL.  RabbitMQ has no time-out: it repeats a delivery when the connection ends."""
     if server.startswith("amqp"):
         return f"{server}/t{secrets.token_hex(8)}?group=inbox"
     return f"{server.replace('redis://', 'redis+stream://')}/t{secrets.token_hex(8)}?visibility={visibility}"
@@ -177,7 +177,7 @@ def own_server(request: pytest.FixtureRequest) -> Server:
 
 
 async def test_relay_and_consumer_of_a_frozen_broker_stop_soon(own_server: Server, tmp_path: Path) -> None:
-    """It keeps its connections open and answers nothing; what was not sent is sent by the next relay."""
+    """A frozen broker keeps connections open and answers nothing.  The next relay sends the remaining messages."""
     services = Services(tmp_path, channel_at(own_server.url) + "&timeout=2")  # type: ignore[attr-defined]
     relay, consumer = services.relay(), services.consumer()
     tasks = [asyncio.create_task(relay.arun()), asyncio.create_task(consumer.arun())]
@@ -202,7 +202,7 @@ async def test_relay_and_consumer_of_a_frozen_broker_stop_soon(own_server: Serve
 
 
 async def test_broker_that_is_down_under_load_loses_nothing(own_server: Server, tmp_path: Path) -> None:
-    """It is killed while messages come in all the time, and is restarted later."""
+    """The broker is killed under load, and restarted later."""
     services = Services(tmp_path, channel_at(own_server.url) + "&timeout=3")  # type: ignore[attr-defined]
     relay, consumer = services.relay(), services.consumer()
     tasks = [asyncio.create_task(relay.arun()), asyncio.create_task(consumer.arun())]

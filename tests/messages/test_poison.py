@@ -1,4 +1,4 @@
-"""Messages that break more than themselves, and brokers that take nothing for a while: only the guilty become dead letters."""
+"""Messages that make others fail, and brokers that are down: only messages at fault become dead letters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def outbox(tmp_path: Path) -> Iterator[Outbox]:
 
 
 def add(outbox: Outbox, count: int, poison: bytes = b"", headers: int = 0) -> list[str]:
-    """Add harmless messages, and one in the middle that may be poisonous; the ids of the harmless."""
+    """Add good messages, and maybe a bad one in the middle.  Return the ids of the good ones."""
 
     def perform(op: Op) -> list[str]:
         ids = [outbox.add(op, "harmless", n) for n in range(count)]
@@ -60,7 +60,7 @@ def drain(relay: Relay) -> None:
 
 
 def received(broker: Broker, count: int) -> set[str]:
-    """The ids that a consumer gets."""
+    """Return the ids that a consumer gets."""
 
     async def receive() -> set[str]:
         subscription = broker.subscribe("inbox")
@@ -95,7 +95,7 @@ def test_message_that_closes_the_connection_harms_no_other(
 
 
 def test_message_too_large_for_its_stream_is_dead_alone(outbox: Outbox, nats_url: str) -> None:
-    """The server answers with an error, and the others of the batch are stored."""
+    """The server answers with an error for this message, and stores the rest of the batch."""
     channel = f"t{secrets.token_hex(8)}"
     asyncio.run(add_stream(nats_url, channel, [f"{channel}.>"], max_msg_size=2000))
     ids = add(outbox, 10, b"x" * 3000)
@@ -118,7 +118,7 @@ def test_type_that_the_stream_does_not_take_is_dead_alone(outbox: Outbox, nats_u
 
 
 def test_type_that_another_stream_takes_is_dead(outbox: Outbox, nats_url: str) -> None:
-    """The consumers of the channel would never get it, though the server has stored it."""
+    """The other stream would store it, and the channel's consumers would never get it."""
     channel = f"t{secrets.token_hex(8)}"
     asyncio.run(add_stream(nats_url, channel, [f"{channel}.harmless"]))
     asyncio.run(add_stream(nats_url, f"{channel}_other", [f"{channel}.poison"]))
@@ -179,8 +179,8 @@ def test_rabbitmq_takes_long_ids_and_refuses_what_it_cannot_write(
         ("InvalidMessageContents", 400, False),
     ],
 )
-def test_sqs_error_is_the_messages_fault_or_not(code: str, status: int, is_down: bool) -> None:
-    """Rights and credentials that are wrong for a while must make no dead letters."""
+def test_sqs_error_tells_if_the_message_is_at_fault(code: str, status: int, is_down: bool) -> None:
+    """Wrong rights or credentials must make no dead letters, because they can be corrected."""
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     assert sqs.is_for_now(ClientError(answer, "SendMessageBatch")) is is_down
 
@@ -206,7 +206,7 @@ def test_missing_right_on_rabbitmq_is_not_the_messages_fault() -> None:
         (KafkaError._MSG_TIMED_OUT, True),
     ],
 )
-def test_kafka_error_is_the_messages_fault_or_not(code: int, is_down: bool) -> None:
+def test_kafka_error_tells_if_the_message_is_at_fault(code: int, is_down: bool) -> None:
     results: list[Exception | None] = [None]
     broker: Any = connect("kafka://127.0.0.1/payments")
     broker._into(results, 0)(KafkaError(code), None)
@@ -280,8 +280,8 @@ def test_valkey_that_refuses_all_makes_no_dead_letters(outbox: Outbox, own_valke
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_error_of_each_message_is_found_by_halves(outbox: Outbox, raises: bool) -> None:
-    """A broker that refuses a batch as a whole, or raises an error, because of two messages in it."""
+def test_failed_batch_is_halved_to_find_bad_messages(outbox: Outbox, raises: bool) -> None:
+    """The broker refuses a whole batch, or raises an error, because of two messages in it."""
     ids = add(outbox, 20)
     guilty = {ids[3], ids[29]}
     stored: list[str] = []

@@ -1,4 +1,4 @@
-"""The relay: everything is sent, in order within a subject, by many relays, around failures and late commits."""
+"""The relay: all messages are sent, in order within a subject, despite failures, late commits and other relays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAIT = 60.0  # the longest that a test waits for something that comes at once on
 
 @pytest.fixture(params=["sqlite", *(pytest.param(mode, marks=pytest.mark.server) for mode in ("hold", "lease"))])
 def mode(request: pytest.FixtureRequest) -> Mode | None:
-    """Each way to claim rows; None on SQLite."""
+    """The relay's mode; None on SQLite."""
     mode: Mode | None = None if request.param == "sqlite" else request.param
     return mode
 
@@ -59,7 +59,7 @@ numbers = iter(range(10**9))
 
 
 def add(outbox: Outbox, *messages: tuple[Any, str | None], type: str = "a") -> None:
-    """Add messages of data and subject, in one operation."""
+    """Add messages, each given as data and subject, in one operation."""
 
     def perform(op: Op) -> None:
         for data, subject in messages:
@@ -68,7 +68,7 @@ def add(outbox: Outbox, *messages: tuple[Any, str | None], type: str = "a") -> N
     outbox.guard.run(Operation("test", f"k{next(numbers)}"), perform)
 
 
-def test_everything_is_sent_once_in_order(outbox: Outbox, mode: Mode | None) -> None:
+def test_all_messages_are_sent_once_in_order(outbox: Outbox, mode: Mode | None) -> None:
     add(outbox, *((n, f"s{n % 3}" if n % 3 else None) for n in range(100)))
     broker = RecordingBroker()
     relay = Relay(outbox, to=broker, mode=mode, batch=7)
@@ -98,7 +98,7 @@ def test_failing_message_holds_up_only_its_subject(outbox: Outbox, mode: Mode | 
     assert broker.data("s1") == ["s1 first", "s1 second", "s1 third", "s1 fourth"]
 
 
-def test_many_followers_of_a_failing_message_starve_nobody(outbox: Outbox, mode: Mode | None) -> None:
+def test_many_followers_of_a_failing_message_delay_no_others(outbox: Outbox, mode: Mode | None) -> None:
     broker = RecordingBroker(lambda envelope: envelope.subject == "bad")
     relay = Relay(outbox, to=broker, mode=mode, batch=10)
     add(outbox, *((n, "bad") for n in range(100)), ("good", "other"), ("free", None))
@@ -197,7 +197,7 @@ def test_type_chooses_the_broker_and_the_first_match_wins(outbox: Outbox, mode: 
 def test_broker_that_is_down_holds_up_no_other_broker(
     outbox: Outbox, mode: Mode | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though its messages are older, and more than a batch; and the order of a subject over both brokers holds."""
+    """Its messages are older and more than a batch.  A subject on both brokers stays in order."""
     monkeypatch.setattr("oncemore.messages.relay.AVOIDED", 0.2)
     up, down = RecordingBroker(), RecordingBroker()
     down.down = True
@@ -220,7 +220,7 @@ def test_broker_that_is_down_holds_up_no_other_broker(
 
 
 def test_one_run_passes_over_a_broker_that_is_down(outbox: Outbox, mode: Mode | None) -> None:
-    """As a cron job, say: more than a batch of older messages is for the other broker."""
+    """A run as by cron.  More than a batch of older messages is for the broker that is down."""
     up, down = RecordingBroker(), RecordingBroker()
     down.down = True
     add(outbox, *((n, None) for n in range(30)), type="a")
@@ -235,7 +235,7 @@ def test_one_run_passes_over_a_broker_that_is_down(outbox: Outbox, mode: Mode | 
 
 @pytest.mark.parametrize("character", ["\ud800", "\0"])
 def test_error_that_no_database_can_store_is_kept(outbox: Outbox, mode: Mode | None, character: str) -> None:
-    """The rest of its batch would never be marked as sent, and so be sent again and again."""
+    """If storing the error failed, the batch would never be marked as sent, and would be sent for ever."""
 
     class Raises(RecordingBroker):
         def _store(self, envelope: Envelope) -> Exception | None:
@@ -249,7 +249,7 @@ def test_error_that_no_database_can_store_is_kept(outbox: Outbox, mode: Mode | N
 
 
 def test_broker_that_fails_slowly_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
-    """A host that does not answer fails by a time-out; the others must not wait for that each time."""
+    """A host that does not answer fails by a time-out, and the other brokers must not wait for each."""
 
     class Unreachable(RecordingBroker):
         opens = 0
@@ -274,7 +274,7 @@ def test_broker_that_fails_slowly_is_left_alone_for_longer(outbox: Outbox, mode:
         thread.join()
 
 
-def test_broker_of_the_user_that_raises_has_failed(outbox: Outbox, mode: Mode | None) -> None:
+def test_exception_of_a_custom_broker_counts_as_failure(outbox: Outbox, mode: Mode | None) -> None:
     class Raises(RecordingBroker):
         async def publish(self, envelopes: Any) -> Any:
             raise RuntimeError("a bug")
@@ -309,7 +309,7 @@ def test_lease_of_a_dead_relay_is_taken_over(outbox: Outbox, mode: Mode | None) 
 
 
 async def dies(self: Any, rows: Any, token: str) -> Any:
-    """As if the process had died after its claim."""
+    """Raise an error as if the process had died after its claim."""
     raise KeyboardInterrupt
 
 
@@ -389,7 +389,7 @@ async def test_cancelled_relay_finishes_what_is_under_way(outbox: Outbox, mode: 
     await outbox.guard.aclose()
 
 
-def test_retry_span_beyond_the_brokers_window_is_told(
+def test_retry_span_beyond_the_brokers_window_is_logged(
     outbox: Outbox, mode: Mode | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "oncemore.messages"):
@@ -425,7 +425,7 @@ def test_hold_on_sqlite_is_refused(tmp_path: Path) -> None:
         Relay(outbox, to=RecordingBroker(), mode="hold")
 
 
-def test_observers_hear_of_each_message(url: str, mode: Mode | None) -> None:
+def test_observers_are_called_for_each_message(url: str, mode: Mode | None) -> None:
     events: list[Any] = []
     guard = Guard(url, policy=Policy(effect="transaction"), observers=[events.append])
     outbox = Outbox(guard, source="shop")
@@ -470,8 +470,8 @@ def test_late_commit_is_sent_first_and_never_skipped(table: Any, claim: Mode) ->
 
 
 @pytest.mark.parametrize("claim", ["hold", "lease"])
-def test_order_is_that_of_adding_under_a_lock(table: Any, claim: Mode) -> None:
-    """The transaction that began first adds last, because it waits for the other's lock on the subject."""
+def test_messages_under_a_lock_keep_the_order_of_adding(table: Any, claim: Mode) -> None:
+    """The transaction that began first adds last, because it waits for the other's lock."""
     outbox, one, two = table
     broker = RecordingBroker()
     one.execute("SELECT pg_current_xact_id()")
@@ -516,7 +516,7 @@ async def test_long_wait_for_a_transaction_is_logged(
 
 
 def test_row_of_a_restored_dump_does_not_wait(table: Any) -> None:
-    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    """The dumped server's transaction numbers may be larger than any of this server's."""
     outbox, one, two = table
     outbox.add(one, "a", 1, subject="s")
     one.commit()
@@ -541,7 +541,7 @@ def test_rolled_back_transaction_is_not_waited_for(table: Any) -> None:
 
 
 def test_second_relay_leaves_followers_of_locked_rows(own_schema: str) -> None:
-    """While one relay holds the head of a subject, another sends other subjects, and none of the followers."""
+    """While one relay has locked the first row of a subject, another sends other subjects only."""
     guard = Guard(own_schema, policy=Policy(effect="transaction"))
     outbox = Outbox(guard, source="shop")
     add(outbox, *((n, "busy") for n in range(10)), ("other", "free"))
@@ -627,7 +627,7 @@ def test_unreadable_outbox_leaves_the_other_metrics_alone(tmp_path: Path, caplog
 
 
 def test_commit_wakes_relays_of_other_processes(own_schema: str) -> None:
-    """Two guards have two listeners, as two processes have."""
+    """Two guards have two listeners, like two processes."""
     producer, other = Guard(own_schema, policy=Policy(effect="transaction")), Guard(own_schema)
     outbox, theirs = Outbox(producer, source="shop"), Outbox(other, source="shop")
     theirs.stats()

@@ -1,4 +1,4 @@
-"""Tables of features beside the user's: in every driver's transaction, and in transactions of our own."""
+"""Tables of features beside the user's tables: in transactions of every driver, and in our own."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_own_transaction_in_steps_on_event_loop(guard: Guard) -> None:
     await guard.aclose()
 
 
-def test_own_statements_fail_together(guard: Guard) -> None:
+def test_statements_of_one_transaction_fail_together(guard: Guard) -> None:
     tables = Tables(guard.store, THINGS)
     with pytest.raises(StoreError):
         run(tables.execute(tables.query(ADD, "same", None), tables.query(ADD, "same", None)))
@@ -238,7 +238,7 @@ async def test_autocommit_postgres_connections_are_refused(own_schema: str, post
     await guard.aclose()
 
 
-async def test_psycopg_pipeline_of_the_user_takes_the_row_along(own_schema: str, postgres_url: str) -> None:
+async def test_row_is_written_in_the_users_psycopg_pipeline(own_schema: str, postgres_url: str) -> None:
     guard = Guard(own_schema)
     tables = Tables(guard.store, THINGS)
     with psycopg.connect(postgres_url) as connection, connection.pipeline():
@@ -255,7 +255,7 @@ def test_django_alias_outside_atomic_is_refused(shop: Shop) -> None:
         run(adding(things_of(shop), "a")(shop.alias))
 
 
-def test_thing_without_a_transaction_is_refused(tmp_path: Path) -> None:
+def test_object_that_has_no_transaction_is_refused(tmp_path: Path) -> None:
     tables = Tables(Guard(f"sqlite:///{tmp_path / 'x.db'}").store, THINGS)
     for place in (object(), None, create_engine("sqlite://")):
         with pytest.raises(ConfigurationError, match="give the Op, or your open connection"):

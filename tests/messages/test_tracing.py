@@ -1,4 +1,4 @@
-"""Traces: from the request that adds a message, over the relay's send, to the consumer that processes it."""
+"""Traces: from the request that adds a message, through the relay, to the consumer that handles it."""
 
 from __future__ import annotations
 

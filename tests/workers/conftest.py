@@ -21,7 +21,7 @@ from tests.workers.stage import ROOT
 
 @pytest.fixture(autouse=True)
 def signals_as_they_were() -> Iterator[None]:
-    """A worker that runs in this process takes over its signals, and does not give them back."""
+    """Restore the signal handlers, because a worker that runs in this process replaces them."""
     found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     yield
     for each, handler in found.items():
@@ -30,14 +30,14 @@ def signals_as_they_were() -> Iterator[None]:
 
 @pytest.fixture
 def redis_broker() -> Iterator[str]:
-    """A Valkey of the test's own: a runner's keys have no prefix."""
+    """Start a Valkey for one test, because a runner's keys have no prefix."""
     with ValkeyServer(fsync=False) as server:
         yield server.url
 
 
 @pytest.fixture(scope="session")
 def rabbit_broker() -> Iterator[str]:
-    """A RabbitMQ that this folder's tests share; if it is not installed, they are skipped."""
+    """Start a RabbitMQ that the tests of this folder share.  Skip them if it is not installed."""
     if RabbitServer.program() is None:
         pytest.skip("rabbitmq-server is not installed")
     with RabbitServer() as server:
@@ -46,7 +46,7 @@ def rabbit_broker() -> Iterator[str]:
 
 @pytest.fixture
 def own_database(postgres_url: str) -> Iterator[str]:
-    """A database of the test's own: procrastinate's tables have no schema."""
+    """Make a database for one test, because procrastinate's tables have no schema."""
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         connection.execute("DROP DATABASE IF EXISTS procrastinate WITH (FORCE)")
         connection.execute("CREATE DATABASE procrastinate")
@@ -57,7 +57,7 @@ def own_database(postgres_url: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def arq_python() -> str:
-    """A Python with arq, which needs an older redis-py than Celery's.  The environment is made once and kept."""
+    """Return a Python with arq, which needs an older redis-py than Celery.  Its environment is made once and kept."""
     folder = (
         Path(tempfile.gettempdir()) / f"oncemore-arq-{sys.version_info.major}{sys.version_info.minor}-{os.geteuid()}"
     )

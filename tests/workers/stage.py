@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Figures:
-    """How often a task took effect, and what the runner got from it: without and with `once_task`."""
+    """The number of a task's effects and the results that the runner got: without and with `once_task`."""
 
     bare: int
     once: int
@@ -59,10 +59,10 @@ class Runner:
         raise NotImplementedError
 
     def recover(self) -> None:
-        """Let the runner notice now, and not after minutes, that a worker has vanished."""
+        """Make the runner notice now that a worker has vanished, instead of after minutes."""
 
     def nudge(self) -> None:
-        """Do what is done again and again about tasks whose worker has vanished."""
+        """Do one periodic step that recovers tasks of vanished workers."""
 
 
 class Stage:
@@ -306,7 +306,7 @@ class TaskiqRunner(Runner):
         asyncio.run(kick())
 
     def nudge(self) -> None:
-        """Send something: the broker looks for a vanished worker's tasks only after a message has come."""
+        """Send a message, because the broker looks for tasks of vanished workers only after a message."""
         self.send("bare", "nudge", "k1")
 
 

@@ -1,4 +1,4 @@
-"""`once_task` in the runners' own test modes: what names an operation, what is compared, what warns."""
+"""`once_task` in the runners' test modes: names of operations, compared arguments, warnings."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_huey_passes_its_task_which_is_not_compared(guard: Guard) -> None:
 
 @dataclass
 class Session:
-    """Something that taskiq passes to a task."""
+    """A dependency that taskiq passes to a task."""
 
     number: int
 

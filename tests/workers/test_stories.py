@@ -1,4 +1,4 @@
-"""Each runner, with real workers that are killed and frozen: one effect with `once_task`, several without."""
+"""Real workers of each runner are killed and frozen: one effect with `once_task`, several without."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Play = Callable[[Runner], dict[str, Figures]]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Play:
-    """Play the stories with a runner, and check what holds for all of them."""
+    """Play the stories with a runner, and check the results that all runners share."""
 
     def played(runner: Runner) -> dict[str, Figures]:
         with Stage(runner, tmp_path) as stage:
@@ -52,7 +52,7 @@ def play(tmp_path: Path) -> Play:
 
 
 def write_down(runner: Runner, figures: dict[str, Figures]) -> None:
-    """Leave the figures for docs/_generate/workers.py, if it wants them."""
+    """Write the figures for docs/_generate/workers.py, if it asks for them."""
     if folder := os.environ.get("ONCEMORE_WORKERS"):
         Path(folder).mkdir(exist_ok=True)
         row = {runner.title: {story: [figure.bare, figure.once] for story, figure in figures.items()}}

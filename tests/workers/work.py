@@ -1,4 +1,4 @@
-"""The work that every runner's tasks do: it writes down what happens, and is slow, killed or interrupted as its story says.
+"""The work of every runner's tasks.  It writes events down, and is slow, killed or interrupted as its story says.
 
 It is imported by worker processes, also by one in an environment that has nothing but arq and oncemore's own needs.
 """
@@ -30,7 +30,7 @@ def new_guard() -> Guard:
 
 
 def note(what: str, kind: str, story: str, key: str, value: Any = None) -> None:
-    """Write an event down; each line is written at once, so that a kill loses none."""
+    """Write an event down, immediately, so that a kill loses none."""
     line = json.dumps({"what": what, "kind": kind, "story": story, "key": key, "value": value}) + "\n"
     with (folder() / "events").open("a") as file:
         file.write(line)
@@ -79,7 +79,7 @@ async def abare(story: str, key: str, kind: str = "bare") -> str:
 
 
 def look_up(op: Any) -> Resolution:
-    """The resolver: whether the effect of the operation is to be seen."""
+    """Resolve the operation by looking for its effect."""
     key = str(op.key)
     story, _, name = key.partition(":")
     return Resolution.settled(f"{story} {name}") if events("effect", "once", story, name) else Resolution.released()
@@ -100,7 +100,7 @@ def guarded(once_task: Any, *, held: bool = False, is_async: bool = False) -> Ca
 
 
 def noted(function: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
-    """Return a function that also writes down what the runner gets from the task."""
+    """Return a function that also writes down the result that the runner gets."""
 
     def told(how: str, value: Any, args: Any, kwargs: Any) -> None:
         story, key = (kwargs["story"], kwargs["key"]) if "story" in kwargs else args[-2:]

@@ -34,7 +34,7 @@ def make() -> list[Any]:
 
 
 async def retried(work: Any) -> Any:
-    """arq gives up a job that fails, unless it asks for a retry."""
+    """Await *work*, and ask for a retry if it fails: arq gives up other failed jobs."""
     try:
         return await work
     except RuntimeError as error:

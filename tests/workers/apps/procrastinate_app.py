@@ -21,7 +21,7 @@ GUARDED, _ = once_middleware(new_guard())
 
 
 def middleware(call_next: Any, context: procrastinate.JobContext, worker: Any) -> Any:
-    """The tasks without `once_task` stay as they are."""
+    """Leave tasks without `once_task` unguarded."""
     return GUARDED(call_next, context, worker) if context.job.task_name.startswith("once") else call_next()
 
 

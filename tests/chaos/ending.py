@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from oncemore import Guard, Inbox, Op, Operation, Policy
 from oncemore._ledger.encrypted import StoreWrapper
-from oncemore._ledger.steps import is_closed
+from oncemore._ledger.steps import is_mark
 from oncemore.errors import OncemoreError
 from oncemore.testing.crashes import die
 
@@ -29,7 +29,7 @@ class Dying(StoreWrapper):
         die()
 
     def settle(self, held: Any, outcome: Any, **settings: Any) -> Any:
-        if is_closed(outcome):
+        if is_mark(outcome):
             die()
         return self.inner.settle(held, outcome, **settings)
 

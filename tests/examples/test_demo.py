@@ -187,7 +187,7 @@ def test_terminal_output_has_colour_unless_no_color_is_set(plain: bool) -> None:
             except OSError:  # the other end is closed
                 break
     os.close(ours)
-    assert demo.wait(20) == 0
+    assert demo.wait(20) == 0, shown.decode()
     text = shown.decode()
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", text)) is not plain
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -26,7 +26,7 @@ from examples.show.display import Display
 from examples.show.stories import STORIES, Played, Story
 
 PORT = 8000
-WEBHOOKS = 10.0  # seconds to wait for webhooks; one that was sent to a killed service is sent again
+WEBHOOKS = 30.0  # seconds to wait for webhooks; one that was sent to a killed service is sent again
 TIMEOUT = "1"  # seconds that the service waits for its provider; short, so that the demo is short
 
 

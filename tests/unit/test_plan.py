@@ -221,4 +221,4 @@ def test_threads_that_a_debugger_starts_are_threads(monkeypatch: pytest.MonkeyPa
 def test_awaited_plan_without_asyncio_is_refused_by_name() -> None:
     """Another kind of event loop resumes the coroutine, and no loop of asyncio is running."""
     with pytest.raises(ConfigurationError, match="asyncio only"):
-        arun(effect for effect in ()).send(None)
+        arun(effect for effect in (Sleep(0.0),)).send(None)

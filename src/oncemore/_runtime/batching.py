@@ -79,7 +79,8 @@ class Batcher(Generic[Item]):
 
     def asubmit(self, item: Item) -> Awaitable[Any]:
         """Return the result of *item*, on the running event loop."""
-        future = self._loops.get().submit(item)
+        loop = asyncio.get_running_loop()
+        future = self._loops.get(loop).submit(item, loop)
         return self._result_or_undo(item, future) if self.can_undo(item) else future
 
     async def _result_or_undo(self, item: Item, future: asyncio.Future[Any]) -> Any:
@@ -295,9 +296,9 @@ class LoopBatcher(Generic[Item]):
         self.timer: asyncio.TimerHandle | None = None
         self.last_size, self.last_end = 0, 0.0
 
-    def submit(self, item: Item) -> asyncio.Future[Any]:
-        """Return a future of the result of *item*."""
-        future = asyncio.get_running_loop().create_future()
+    def submit(self, item: Item, loop: asyncio.AbstractEventLoop) -> asyncio.Future[Any]:
+        """Return a future of the result of *item*, on *loop*, which is the running one."""
+        future = loop.create_future()
         self.waiting.append((item, future))
         if not self.running:
             self._start()

@@ -22,9 +22,9 @@ class PerLoop(Generic[T]):
         self.things: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = weakref.WeakKeyDictionary()
         self._latest: tuple[Callable[[], object], T | None] = (lambda: None, None)
 
-    def get(self) -> T:
-        """Return the object of the running loop; make it if there is none."""
-        loop = asyncio.get_running_loop()
+    def get(self, loop: asyncio.AbstractEventLoop | None = None) -> T:
+        """Return the object of *loop*, by default the running one; make it if there is none."""
+        loop = loop or asyncio.get_running_loop()
         known, thing = self._latest  # nearly always there is one loop, and the dictionary is slower
         if thing is None or known() is not loop:
             thing = self.things.get(loop)

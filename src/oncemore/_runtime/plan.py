@@ -68,11 +68,11 @@ def run(plan: Plan[T]) -> T:
 async def arun(plan: Plan[T]) -> T:
     """Await each effect of the plan, and return its result.  A cancellation is thrown into the plan like any other error."""
     try:
-        asyncio.get_running_loop()
-    except RuntimeError as error:
-        raise ConfigurationError(ASYNCIO_ONLY) from error
-    try:
         effect = next(plan)
+        try:
+            asyncio.get_running_loop()  # not before: a replay from the cache has no effect, and this may be a system call
+        except RuntimeError:
+            effect = plan.throw(ConfigurationError(ASYNCIO_ONLY))
         while True:
             try:
                 result = await effect.arun()

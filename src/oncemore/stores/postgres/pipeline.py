@@ -104,13 +104,16 @@ class Pipeline:
             return wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
 
     async def arun(self) -> list[Rows]:
-        lock, left = self.connection.lock, None if self.deadline is None else self.deadline - SYSTEM.monotonic()
-        try:
+        lock = self.connection.lock
+        if lock.locked() and self.deadline is not None:
             # A task that the performer left behind may be in a long query.  Wait for it no longer than for an answer.
-            async with asyncio.timeout(left if lock.locked() else None):
-                await lock.acquire()
-        except TimeoutError as error:
-            raise AnswerTimeout("the connection was in use") from error
+            try:
+                async with asyncio.timeout(self.deadline - SYSTEM.monotonic()):
+                    await lock.acquire()
+            except TimeoutError as error:
+                raise AnswerTimeout("the connection was in use") from error
+        else:
+            await lock.acquire()
         try:
             return await wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
         finally:

@@ -163,7 +163,9 @@ def test_a_file_is_sent_whole_to_where_it_is_redirected(library: Any, size: int,
 def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
     """Nothing of it is left, and under the same key nothing would be performed in its place."""
     with Server(answer(307, location="/there")) as server:
-        with pytest.raises((requests.RequestException, urllib3.exceptions.HTTPError), match="cannot follow the redirect"):
+        with pytest.raises(
+            (requests.RequestException, urllib3.exceptions.HTTPError), match="cannot follow the redirect"
+        ):
             library(RETRY).request("POST", server.url, (part for part in (b"ab", b"c")))
     assert [(visit.path, visit.body) for visit in server.visits] == [("/", b"abc")]
 

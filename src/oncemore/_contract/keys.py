@@ -20,7 +20,7 @@ KeyFormat = str
 def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "any") -> str:
     """Return the key, or raise an InvalidKey that names the fault.
 
-    A key whose format is a UUID is returned in lower case, with or without hyphens, as it was sent.
+    A key in the format of a UUID is returned in lower case, with or without hyphens, as it was sent.
     """
     if not key.strip():
         raise InvalidKey("The idempotency key is empty; send a unique value.")

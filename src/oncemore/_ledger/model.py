@@ -17,7 +17,9 @@ from ..errors import InvalidKey
 from .states import HELD, RUNNING, State
 
 Kind = Literal["response", "value", "error", "tombstone"]
-UNREADABLE = "unreadable record"  # the note of a record whose outcome the store cannot read; a tombstone replaces it
+UNREADABLE = (
+    "unreadable record"  # the note of a record with an outcome that the store cannot read; a tombstone replaces it
+)
 Tier = Literal["process", "redis", "database"]  # where a stored outcome was found
 
 # Objects of these classes are in no reference cycle, so the garbage collector need not visit them (`gc=False`).  Otherwise

@@ -42,7 +42,7 @@ def once(
     function's return annotation or `types=(Order,)` names.  Its arguments must be the same as those of the first call.
 
     Args:
-        guard: The guard whose ledger has the operations.
+        guard: The guard with the ledger that records the operations.
         key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  The
             key of a method must tell its objects apart (`"{self.id}:{order}"`), unless *ignore* has `"self"`.
         name: Owns the keys; by default the function's module and name.

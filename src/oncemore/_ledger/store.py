@@ -17,7 +17,7 @@ from .transactions import TransactionSource
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects the records to list; None matches all.  *lapsed* selects running records whose lease is over."""
+    """Selects the records to list; None matches all.  *lapsed* selects running records by whether their lease is over."""
 
     state: State | None = None
     scope: str | None = None

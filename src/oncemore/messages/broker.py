@@ -26,7 +26,7 @@ BROKERS = {
     "sqs": ("sqs", "SqsBroker"),
 }
 
-WITHOUT_SPACES = ("nats", "kafka", "sqs")  # modules whose URLs have nothing but the channel in their path
+WITHOUT_SPACES = ("nats", "kafka", "sqs")  # modules with nothing but the channel in the path of their URLs
 
 PREFETCH = 100  # deliveries that a consumer may have taken and not yet acknowledged
 VISIBILITY = 30.0  # seconds; the visibility time-out of subscriptions that we create

@@ -221,7 +221,7 @@ class ConsumerRun:
         self.last: dict[tuple[str, str], asyncio.Task[None]] = {}  # the latest task of each source and subject
         self.unfinished: list[Delivery] = []  # deliveries to give back after the subscription has stopped
         self.background: list[asyncio.Task[None]] = []  # finds and handles requeued letters
-        self.in_progress: WeakSet[Delivery] = WeakSet()  # deliveries whose message was in progress elsewhere
+        self.in_progress: WeakSet[Delivery] = WeakSet()  # deliveries of messages that were in progress elsewhere
         self.without_handler: set[str] = set()  # markers of requeued letters that no handler here is for
         self.acknowledged = 0
 

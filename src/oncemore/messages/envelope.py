@@ -209,7 +209,7 @@ def parse_structured(body: bytes) -> Envelope:
 
 
 def binary(envelope: Envelope, prefix: str = "ce-", *, quoted: bool = False) -> tuple[dict[str, str], bytes]:
-    """Write the attributes as headers whose names begin with *prefix*, and the data as the body.
+    """Write the attributes as headers with names that begin with *prefix*, and the data as the body.
 
     With *quoted*, values are percent-encoded, as HTTP and NATS require; RabbitMQ and Kafka accept any text.
     """

@@ -1,4 +1,4 @@
-"""A middleware for FastStream, whose subscribers then handle each message once."""
+"""A middleware for FastStream: its subscribers then handle each message once."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Inbox:
     """Handles each event of each source once.
 
     Args:
-        guard: The guard in whose ledger the events are recorded.
+        guard: The guard with the ledger that records the events.
         name: Tells apart the inboxes of several services in one database: each handles every event.  It is also the
             name of a consumer's group, unless the broker's URL has another.
         retention: For how long an id is remembered.

@@ -79,7 +79,7 @@ class Outbox:
     """Adds messages in your transactions; a `Relay` sends them.
 
     Args:
-        guard: The guard whose database has the table: PostgreSQL or SQLite.
+        guard: The guard of the database with the table: PostgreSQL or SQLite.
         source: The name of this service in each envelope.  One guard may have outboxes for several sources.
         keep: For how long sent messages are kept, for `replay`; by default they are deleted.
         limit: The maximum size of a message in bytes.
@@ -225,7 +225,7 @@ class Outbox:
             for n, (seq,) in zip(waiting, rows, strict=True):
                 deferred[n] = self.tables.query(sql.ADD_NUMBERED, *deferred[n][1][1:], seq)
 
-    # For operators.  Each method has an awaited form whose name begins with `a`.
+    # For operators.  Each method has an awaited form with an `a` before its name.
 
     def stats(self) -> OutboxStats:
         """Count the messages, and return for how long the oldest pending one has been due."""

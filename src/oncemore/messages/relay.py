@@ -53,7 +53,7 @@ LOOK_FOR_WAITING = 5.0  # seconds between two counts of messages that wait for a
 WARN_WAITING = 60.0  # seconds between two warnings of such messages
 AVOIDED = 2.0  # seconds for which one of several brokers is left alone after it was down; longer if it failed slowly
 MOST_ROUNDS = 5  # queries of one claim, while it finds only subjects that another relay is sending
-MOST_TYPES = 10_000  # types whose broker is remembered
+MOST_TYPES = 10_000  # types with a remembered broker
 LONGEST_ERROR = 500  # characters of an error that are stored
 # Between the attempts of one message.  All are made within the two minutes for which NATS recognises a repeated id.
 BACKOFF = Backoff(base=0.5, cap=25.0, jitter="equal")
@@ -82,7 +82,7 @@ class Relay:
     is sent under a lease in both modes.
 
     Args:
-        outbox: The outbox whose messages are sent.
+        outbox: The outbox with the messages to send.
         to: A broker's URL, a Broker, or a mapping from types to these; `*` in a type matches any characters, the first
             match wins, and a message that matches none is a dead letter.
         batch: How many messages are claimed at a time.
@@ -559,7 +559,7 @@ class Ends:
         self.failed: list[tuple[Row, str, float]] = []
         self.dead: list[tuple[Row, str]] = []
         self.decided: set[int] = set()
-        self.stuck: set[str] = set()  # subjects whose later rows must wait
+        self.stuck: set[str] = set()  # subjects with later rows that must wait
         self.down: BrokerDown | None = None
         self._queries: list[Any] = []
 

@@ -37,7 +37,7 @@ def check_aiosqlite() -> None:
 
 
 async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
-    """Open a connection whose thread does not keep the process from ending."""
+    """Open a connection.  Its thread does not keep the process from ending."""
     check_aiosqlite()
     import aiosqlite
 

@@ -37,7 +37,7 @@ PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, 
 DAY = 86400.0
 SLICE = 1000  # the most deliveries that are parked or deleted in one transaction
 SECRETS, PACED_UNTIL = 13, 14  # places in ENDPOINT_COLUMNS
-MOST_KNOWN = 10_000  # the most endpoints whose secrets are kept in memory
+MOST_KNOWN = 10_000  # the most endpoints with secrets in memory
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
 

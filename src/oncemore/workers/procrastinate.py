@@ -45,7 +45,7 @@ def once_task(
     decides, as after a crash.
 
     Args:
-        guard: The guard in whose ledger the operations are recorded.
+        guard: The guard with the ledger that records the operations.
         key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the arguments.  By
             default the job's id, which stays the same in retries.
         name: The name of the operations, which is in their scope; by default the function's name.

@@ -168,7 +168,7 @@ def test_claim_that_timed_out_is_undone_once_server_answers(store: PostgresStore
 async def test_takeover_that_timed_out_stays_in_doubt(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
     """The holder before it crashed, maybe after the effect, so the undone claim must leave the outcome unknown."""
     operation, beside = Operation("s", "k"), Operation("s", "beside")
-    run(store.claim(operation, lease=0.01))
+    run(store.claim(operation, lease=0.0))
     far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=1s")
 
     async def claim(*operations: Operation) -> list[Any]:

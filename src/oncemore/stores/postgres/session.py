@@ -53,7 +53,7 @@ class Database:
         self.admin = Connections(conninfo, limit=ADMIN_CONNECTIONS)
         self.features = Connections(conninfo)  # for the tables of features
         self.holder = Holder()
-        self._ready: set[str] = set()  # the names of features whose tables exist; the ledger counts as a feature
+        self._ready: set[str] = set()  # the names of features with existing tables; the ledger counts as a feature
         self.pooled = False  # whether a pooler is in between: sessions then lose settings and prepared statements
 
     def ready(self, feature: Feature | None = None) -> Plan[None]:

@@ -109,7 +109,7 @@ class SqliteStatements:
         )
         # Read the first token that was never given, and the clock.
         self.next_token = f"SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, {NOW} FROM {meta}"
-        # Extend the life of a replayed record, for rules whose retention counts from the last access.
+        # Extend the life of a replayed record, for rules that count the retention from the last access.
         self.touch = (
             f"UPDATE {records} SET accessed_at = {NOW}, expires_at = {NOW} + ?2"
             f" WHERE token = ?3 AND scope = ?4 AND key = ?5 AND state = 'settled' AND expires_at > {NOW}"

@@ -174,7 +174,7 @@ class TieredStore(StoreWrapper):
 
 
 class TieredSource:
-    """Opens transactions of the primary whose outcomes are copied after the commit."""
+    """Opens transactions of the primary; their outcomes are copied after the commit."""
 
     def __init__(self, inner: TransactionSource, copies: Copies) -> None:
         self.inner = inner

@@ -43,17 +43,17 @@ def mark(rule: Rule) -> Callable[[F], F]:
 
 
 def required(view: F) -> F:
-    """Decorate a view whose requests must have a key."""
+    """Decorate a view: its requests must have a key."""
     return mark(REQUIRED)(view)
 
 
 def optional(view: F) -> F:
-    """Decorate a view whose requests are guarded if they have a key."""
+    """Decorate a view: its requests are guarded if they have a key."""
     return mark(OPTIONAL)(view)
 
 
 def exempt(view: F) -> F:
-    """Decorate a view whose requests pass untouched, even if a rule of the contract matches them."""
+    """Decorate a view: its requests pass untouched, even if a rule of the contract matches them."""
     return mark(EXEMPT)(view)
 
 
